@@ -25,6 +25,11 @@ SPECS = {
     "minimax": IndexerSpec(
         num_heads=4, head_size=128, top_k=48, num_groups=4, relu=0, block_size=16, best_slot=1, local_blocks=1
     ),
+    "minimax of whole blocks": IndexerSpec(
+        num_heads=4, head_size=128, top_k=128, num_groups=4, relu=0, block_size=64, best_slot=1, local_blocks=1
+    ),
+    "whole blocks": IndexerSpec(num_heads=20, head_size=64, top_k=96, block_size=32, local_blocks=2),
+    "heads of their own": IndexerSpec(num_heads=11, head_size=64, top_k=30, num_groups=11),
     "groups": IndexerSpec(num_heads=34, head_size=64, top_k=40, num_groups=2, block_size=5, local_blocks=2),
     "local blocks alone": IndexerSpec(num_heads=6, head_size=64, top_k=21, num_groups=2, block_size=7, local_blocks=3),
     "last slots": IndexerSpec(num_heads=32, head_size=128, top_k=48, block_size=16, best_slot=0),
@@ -146,6 +151,24 @@ def test_a_token_after_many(past: int, slots: int, top_k: int, whole: bool) -> N
         indexer.check_lists(a, call(a, "f16", in_place=True)[0], a.reference()[1], bounded)
 
 
+MINIMAX = IndexerSpec(
+    num_heads=4, head_size=128, top_k=2048, num_groups=4, relu=0, block_size=128, best_slot=1, local_blocks=1
+)
+
+
+@gpu
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("past", [2047, 2048, 5000, 69999])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_blocks_after_many(past: int, tokens: int) -> None:
+    """A list of MiniMax-M3, which a warp's best scores of 32 slots make."""
+    rows = [[0, tokens, past], [0, 1, 4000]]
+    a = masked(indexer.inputs(MINIMAX, rows, tokens, 70100, 1, np.float16, np.float16, whole=True))
+    np.testing.assert_array_equal(call(a, "f16", in_place=True)[0], a.reference()[0])
+    a = masked(indexer.inputs(MINIMAX, rows, tokens, 70100, 1, np.float16, np.float16))
+    indexer.check_lists(a, call(a, "f16", in_place=True)[0], a.reference()[1], bounded)
+
+
 @gpu
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("spec", [IndexerSpec(num_heads=2, head_size=64, top_k=96, num_groups=g) for g in (1, 2)])
@@ -157,7 +180,9 @@ def test_scores_in_several_pieces(spec: IndexerSpec) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("spec", [SPECS["deepseek"], SPECS["minimax"], SPECS["last slots"]])
+@pytest.mark.parametrize(
+    "spec", [SPECS[name] for name in ("deepseek", "minimax", "minimax of whole blocks", "whole blocks", "last slots")]
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_none(spec: IndexerSpec, bad: float) -> None:
     """A score of NaN is above all, also above infinity; -0 is 0."""
@@ -208,7 +233,8 @@ def test_a_graph_serves_every_position() -> None:
     [
         ({"head_size": 96}, "head_size is 96, the CUDA kernels take 64 and 128"),
         ({"num_heads": 130}, "num_heads is 130 and num_groups 1, the CUDA kernels take up to 128 heads"),
-        ({"num_heads": 9, "num_groups": 9}, "num_heads is 9 and num_groups 9, the CUDA kernels take up to 128 heads"),
+        ({"num_heads": 18, "num_groups": 9}, "num_heads is 18 and num_groups 9, the CUDA kernels take up to 128 heads"),
+        ({"num_heads": 129, "num_groups": 129}, "num_heads is 129 and num_groups 129, the CUDA kernels take up to 128"),
         ({"top_k": 0}, "top_k is 0, expected 1 to"),
     ],
 )
@@ -236,3 +262,5 @@ def test_plans() -> None:
     assert found(spec, 32, 1, 65536) == (32, 4, 32 * 65536 * 4)
     assert found(spec, 1, 16384, 16384) == (32, 1, 32 * 32 * 16384 * 4)  # 64 MiB
     assert found(spec, 1, 33, 4096) == (2, 1, 64 * 4096 * 4)
+    assert found(MINIMAX, 1, 1, 65536) == (1, 1, 4 * 2048 * 4)  # a score of 32 slots for each group
+    assert found(MINIMAX, 1, 16384, 16384) == (256, 1, 256 * 32 * 4 * 512 * 4)

@@ -111,10 +111,10 @@ typedef struct {
 // - T is QM_F16 or QM_BF16; MoERouting takes any type.
 // - CachedAttention: keys and values have 64, 96, 128, 192 or 256 features, or keys 192 and values 128. With a
 //   key_split of 288, keys have 576 and values 512, without norms. cache_format is none, int8 or, from compute
-//   capability 9.0 on, fp8_e4m3. The input `selected` needs a key_split, and has one list, or one for each head of
-//   keys.
-// - SparseIndexer: a head_size of 64 or 128, past_keys of query's type, up to 128 heads. Each group of heads counts as
-//   the next multiple of 16.
+//   capability 9.0 on, fp8_e4m3. The input `selected` needs a key_split, or 128 or 256 features of keys and of values.
+//   It has one list, or one for each head of keys.
+// - SparseIndexer: a head_size of 64 or 128, past_keys of query's type, up to 128 heads. Each group of several heads
+//   counts as the next multiple of 16.
 // - CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4.
 // - GatedDelta: head sizes 64 and 128.
 // - StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.

@@ -46,7 +46,7 @@ AttentionParams params_of(const AttentionProblem& problem, const AttentionPlan& 
                        : (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
   params.pairs = params.batch * node.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
-  params.stage_log = plan.wgmma || !is_wide(width, value_width) ? 6 : 5;
+  params.stage_log = plan.wgmma ? kWideStageLog : is_wide(width, value_width) ? 5 : 6;
   if (plan.tile_rows == kFewRows && codes) ++params.stage_log;
   params.deep = plan.stages == kDeepStages;
   params.key_width = node.key_split ? node.key_split : width;
@@ -57,14 +57,53 @@ AttentionParams params_of(const AttentionProblem& problem, const AttentionPlan& 
   return params;
 }
 
+// Lists, where a row may read them. Sizes of rows, splits and stages are of attention without lists.
+void add_lists(const AttentionTensors& tensors, AttentionParams* params) {
+  const qm_shape& lists = tensors.of_inputs[CachedAttention_selected].shape;
+  if (lists.rank < 0 || params->slots <= lists.sizes[3] || params->tokens == 0) return;
+  params->selected = tensors.selected;
+  params->lists = static_cast<int>(lists.sizes[2]), params->list_size = static_cast<int>(lists.sizes[3]);
+  params->gathers = params->attention.key_split || params->tile_rows == kFewRows;
+}
+
 // Rows of few tokens; `copies` blocks copy past.
 void launch_few(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
                 const AttentionParams& params, int copies) {
   const int keys = problem.attention.head_size, values = problem.attention.v_head_size;
   const bool codes = problem.attention.cache_format != k_cache_format_none;
-  const int blocks = params.pairs + (copies + plan.splits - 1) / plan.splits;
-  launcher.run((codes ? few_codes_kernel : few_kernel)(problem.type, keys, values), params, dim3(blocks * plan.splits),
-               kFewThreads, few_shared_bytes(keys, values, plan.stages, params.cluster), true, plan.cluster);
+  const bool lists = params.selected;
+  const int blocks = params.pairs * (lists ? params.tokens : 1) + (copies + plan.splits - 1) / plan.splits;
+  const auto kernel = lists   ? few_lists_kernel(problem.type, keys, codes)
+                      : codes ? few_codes_kernel(problem.type, keys, values)
+                              : few_kernel(problem.type, keys, values);
+  launcher.run(kernel, params, dim3(blocks * plan.splits), kFewThreads,
+               few_shared_bytes(keys, values, plan.stages, params.cluster), true, plan.cluster);
+}
+
+// Tiles of many rows; lists: of rows that read lists, else of the other rows.
+void launch_tiles(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
+                  AttentionParams params, bool lists) {
+  const int keys = problem.attention.head_size, values = problem.attention.v_head_size, type = problem.type;
+  const bool codes = problem.attention.cache_format != k_cache_format_none;
+  if (lists && plan.wgmma) {
+    params.tile_rows = kWideListRows, params.stage_log = kWideStageLog;
+    params.tiles = static_cast<int>(ceil_div(problem.tokens * params.group, int64_t{kWideListRows}));
+  }
+  const int rows = params.tile_rows;
+  const dim3 grid(params.tiles * (params.block_table ? problem.attention.kv_num_heads : params.pairs), plan.splits);
+  if (plan.wgmma) {
+    const auto kernel = lists   ? wide_lists_kernel(type, keys, codes)
+                        : codes ? wide_codes_kernel(type, keys, values, rows)
+                                : wide_kernel(type, keys, values, rows);
+    const int window = lists ? list_window_bytes(kWideMaskWords) : 0;
+    launcher.run(kernel, params, grid, 2 * rows, wide_shared_bytes(rows, keys, values, codes) + window, true);
+  } else {
+    const auto kernel = lists   ? many_lists_kernel(type, keys, codes)
+                        : codes ? many_codes_kernel(type, keys, values)
+                                : many_kernel(type, keys, values);
+    const int window = lists ? list_window_bytes(kManyMaskWords) : 0;
+    launcher.run(kernel, params, grid, kAttendThreads, many_shared_bytes(keys, values, codes) + window, true);
+  }
 }
 
 // Many tiles on wgmma. Returns QM_OK, or QM_INVALID with the reason in err.
@@ -111,14 +150,11 @@ int launch_many(Launcher& launcher, const AttentionProblem& problem, const Atten
             : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
   const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
   launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
-  if (plan.ring) return launch_ring(launcher, problem, plan, params, err);
-  const dim3 grid(params.tiles * (params.block_table ? node.kv_num_heads : params.pairs), plan.splits);
-  if (plan.wgmma)
-    launcher.run((codes ? wide_codes_kernel : wide_kernel)(problem.type, keys, values, plan.tile_rows), params, grid,
-                 2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, keys, values, codes), true);
+  if (plan.ring)
+    QM_TRY(launch_ring(launcher, problem, plan, params, err));
   else
-    launcher.run((codes ? many_codes_kernel : many_kernel)(problem.type, keys, values), params, grid, kAttendThreads,
-                 many_shared_bytes(keys, values, codes), true);
+    launch_tiles(launcher, problem, plan, params, false);
+  if (params.selected) launch_tiles(launcher, problem, plan, params, true);
   return QM_OK;
 }
 
@@ -187,19 +223,17 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
     return QM_INVALID;
   }
   AttentionParams params = params_of(problem, plan, tensors);
+  add_lists(tensors, &params);
   const int all = params.all_tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
   if (node.key_split) {
-    const qm_tensor& selected = tensors.of_inputs[CachedAttention_selected];
     const int slots = plan.wgmma ? kLatentWideSlots : kLatentSlots;
     params.stage_log = slots == 64 ? 6 : 5;
     params.least_log = 0;
     params.token_blocks = all;
     params.appended = params.tokens > kFewLatentTokens;
-    if (const qm_shape& lists = selected.shape; lists.rank >= 0) {
-      params.selected = tensors.selected;
-      params.lists = static_cast<int>(lists.sizes[2]), params.list_size = static_cast<int>(lists.sizes[3]);
+    if (params.selected) {
       params.tiles_per_token = (params.group + plan.tile_rows - 1) / plan.tile_rows;
       params.tiles = params.tokens * params.tiles_per_token;  // at least as many as rows without lists have
     }

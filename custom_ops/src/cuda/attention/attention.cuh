@@ -6,6 +6,10 @@
 // queries to the workspace, then attend or attend_wide in tiles. If splits of a tile's slots are no cluster,
 // attend_merge adds them up. The device reads tokens' ranges of slots, so a launch has one shape at every position.
 //
+// With `selected`, attend_few and the kernels of latents gather the slots of a token's list. attend and attend_wide
+// have tiles of several tokens. So they read stages of all slots that a list of the tile has a part of
+// (attention_lists.cuh).
+//
 // Scores are in units of log2(e): score_factor has it.
 //
 // A cache of codes (kCodes) goes through shared memory as bytes. A stage of it is widened to float16 before the
@@ -51,8 +55,10 @@ struct AttentionParams {
   int key_width, value_width;           // of the caches
   bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
   bool appended;                        // of latent attention: the new keys are in the cache
-  const int* selected;                  // of latent attention: [batch, tokens, lists, list_size], or null
-  int list_size, lists, tiles_per_token;
+  const int* selected;                  // [batch, tokens, lists, list_size], or null
+  int list_size, lists;
+  bool gathers;         // stages are of a list's places, in that a token's heads are a tile; else of all slots
+  int tiles_per_token;  // of latent attention
 };
 
 // What attend_ring is told. Boxes of the maps: 64 columns of a tile's query rows, and 64 columns of a stage's slots.
@@ -195,6 +201,25 @@ __device__ inline Span span_of_list(const AttentionParams& params, int slot) {
   span.stages = (span.last_slot >> params.stage_log) + 1;
   span.splits = min(params.splits, (span.stages + (1 << params.least_log) - 1) >> params.least_log);
   return span;
+}
+// The list of a row's token, counted from the first that counts on.
+__device__ inline const int* list_of(const AttentionParams& params, const BatchRow& batch, int batch_row, int kv_head,
+                                     int token) {
+  const int64_t at = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + token;
+  return params.selected + (at * params.lists + (params.lists > 1 ? kv_head : 0)) * params.list_size;
+}
+// How many of a list's first `most` places have slots.
+__device__ inline int length_of(const int* list, int most) {
+  if (list[most - 1] >= 0) return most;
+  int low = 0, high = most - 1;  // places below `low` have slots, from `high` on none
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (list[middle] >= 0)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
 }
 // The same of a tile of rows.
 __device__ inline Span span_of(const AttentionParams& params, const BatchRow& batch, int first_row) {
@@ -499,6 +524,20 @@ __device__ inline void mask_scores(const AttentionParams& params, float (&s)[N][
       }
   }
 }
+// What a lane's rows see of the slots from `first` on: those from their first visible one to their own.
+template <int MT>
+struct SlotsBefore {
+  const AttentionParams& params;
+  const int (&slot_of)[MT][2];
+  int first;
+  template <int N>
+  __device__ void mask(int m, float (&s)[N][4]) const {
+    mask_scores(params, s, slot_of[m], first);
+  }
+  __device__ bool sees(int m, int h, int key) const {
+    return first + key <= slot_of[m][h] && first + key >= first_visible_slot(params, slot_of[m][h]);
+  }
+};
 // The largest score of each row, if that is more.
 template <int N>
 __device__ inline void find_largest(const float (&s)[N][4], float (&largest)[2]) {
@@ -611,17 +650,14 @@ struct AttentionSums {
   }
 };
 
-// Adds weights times values, for NT tiles of eight slots of a stage in shared memory. The tiles begin at first_key,
-// whose slot is `slot`. Rows have D features; tiles of columns begin at first_n. mixed: some row sees a slot that
-// another row does not see.
-template <typename T, int D, int NT, int MT, int M>
-__device__ __forceinline__ void add_stage_values(const AttentionParams& params, uint32_t v_at, int first_key, int slot,
-                                                 int first_n, bool mixed, const float (&s)[MT][NT][4],
+// Adds weights times values, for NT tiles of eight slots of a stage in shared memory. The tiles begin at first_key.
+// Rows have D features; tiles of columns begin at first_n. seen: SlotsBefore or SlotsOfLists. mixed: some row sees a
+// slot that another row does not see.
+template <typename T, int D, int NT, int MT, int M, class Seen>
+__device__ __forceinline__ void add_stage_values(uint32_t v_at, int first_key, int first_n, bool mixed,
+                                                 const Seen& seen, const float (&s)[MT][NT][4],
                                                  AttentionSums<MT, M>& sums) {
   const int lane = threadIdx.x % 32, t = lane % 4;
-  auto sees = [&](int m, int h, int key) {
-    return slot + key <= sums.slot_of[m][h] && slot + key >= first_visible_slot(params, sums.slot_of[m][h]);
-  };
   // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
   bool odd = false;
   if (mixed)
@@ -637,7 +673,8 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& params, 
       for (int m = 0; v && m < MT; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          if (sees(m, h, key)) sums.acc[m][n][2 * h] += Half<T>::low(v), sums.acc[m][n][2 * h + 1] += Half<T>::high(v);
+          if (seen.sees(m, h, key))
+            sums.acc[m][n][2 * h] += Half<T>::low(v), sums.acc[m][n][2 * h + 1] += Half<T>::high(v);
     }
   }
 #pragma unroll
@@ -661,12 +698,12 @@ __device__ __forceinline__ void add_stage_values(const AttentionParams& params, 
   }
 }
 
-// Adds NT tiles of eight slots of a stage in shared memory. They begin at first_key, whose slot is `slot`. The values'
-// columns begin at tile first_n. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
-// not see one of the stage's slots. mixed: another row may see it.
-template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
+// Adds NT tiles of eight slots of a stage in shared memory. They begin at first_key. The values' columns begin at tile
+// first_n. query(d, m, q) loads features 16 d on of the queries of tile m. seen: SlotsBefore or SlotsOfLists. masked:
+// some row does not see one of the stage's slots. mixed: another row may see it.
+template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query, class Seen>
 __device__ __forceinline__ void attend_stage(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
-                                             int slot, int first_n, bool masked, bool mixed, const Query& query,
+                                             int first_n, bool masked, bool mixed, const Query& query, const Seen& seen,
                                              AttentionSums<MT, M>& sums) {
   const int lane = threadIdx.x % 32;
   float s[MT][NT][4];
@@ -700,10 +737,10 @@ __device__ __forceinline__ void attend_stage(const AttentionParams& params, uint
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    if (masked) mask_scores(params, s[m], sums.slot_of[m], slot);
+    if (masked) seen.mask(m, s[m]);
     weigh(s[m], sums.acc[m], sums.most[m], sums.sum[m]);
   }
-  add_stage_values<T, DV>(params, v_at, first_key, slot, first_n, masked && mixed, s, sums);
+  add_stage_values<T, DV>(v_at, first_key, first_n, masked && mixed, seen, s, sums);
 }
 
 // Stages that some row of the tile does not see all of.

@@ -35,7 +35,7 @@ QM_CONSTEXPR int many_shared_bytes(int keys, int values, bool codes) {
   return many_rows(keys, values) * keys * 2 + ring_bytes(attend_keys(keys, values), keys, values, kManyStages, codes);
 }
 // attention_wgmma.cuh; 1024: to align the queries
-constexpr int kWideKeys = 64, kWideStages = 2;
+constexpr int kWideStageLog = 6, kWideKeys = 1 << kWideStageLog, kWideStages = 2;
 QM_CONSTEXPR int wide_shared_bytes(int rows, int keys, int values, bool codes) {
   return 1024 + rows * keys * 2 + ring_bytes(kWideKeys, keys, values, kWideStages, codes);
 }
@@ -54,6 +54,13 @@ QM_CONSTEXPR RingSizes ring_sizes(int rows, int keys, int values) {
   sizes.shared_bytes = 1024 + sizes.query_buffers * rows * keys * 2 + kRingStages * sizes.keys * (keys + values) * 2;
   return sizes;
 }
+
+// Widths of keys and values, one for both, that have kernels for lists of slots.
+#define QM_ATTENTION_LIST_SIZES(X) X(128, 128) X(256, 256)
+// attention_lists.cuh: rows of a tile of wgmma, which a plan splits only if it has such tiles, too. Then a window of
+// stages, a place in each list of a tile, masks.
+constexpr int kWideListRows = 64, kMostListTokens = 128, kManyMaskWords = 512, kWideMaskWords = 1024;
+QM_CONSTEXPR int list_window_bytes(int words) { return 16 + kMostListTokens * 4 + words * 4; }
 
 // Of latent attention, whose values are the last features of its keys (attention_latent.cuh): the widths that models
 // have, and how two caches share a key. Slots of a stage and stages of the ring, on mma.sync and on wgmma.

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_cons
   const float sink = params.sinks[head] * kLog2e;
   if (index < 0 || index >= row.count || !is_mine(params, row)) return wait_for_previous();
   const int first_row = (index * params.group + head % params.group) / params.tile_rows * params.tile_rows;
-  const Span span = has_lists(params, row) ? span_of_list(params, row.past + index) : span_of(params, row, first_row);
+  const bool listed = params.gathers && has_lists(params, row);
+  const Span span = listed ? span_of_list(params, row.past + index) : span_of(params, row, first_row);
   const int splits = span.splits;
   wait_for_previous();
 

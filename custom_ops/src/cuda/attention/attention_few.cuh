@@ -8,6 +8,10 @@
 //   scores = queries x keys               | warps 0, KW | warps 1, .. |       KW warps share a stage's slots,
 //   output += weights x values            |             |             |       VW = 8 / KW of them the values' columns
 //
+// With `selected` (kLists) a row that reads lists has a block, or splits, for each token. The places of the token's
+// list take the place of slots 0, 1, .. A new key lies where the list has it; the first split also stores the token's
+// own in the cache. Blocks whose lists have a new slot store it, too, the same bytes.
+//
 // What the block needs comes in the order of the waits for it. All that does not depend on inputs is done before the
 // earlier kernel has ended: a step of decode is latency.
 #pragma once
@@ -28,14 +32,15 @@ __device__ inline void store_remote(uint32_t at, const float4& v) {
 #endif
 }
 
-// A head of a token that a block has: all query rows, then the tokens' keys, then their values.
+// A head of a token that a block has: `queries` query rows, from a token's on, then the tokens' keys, then their
+// values.
 struct FewItem {
   bool query, key;
   int index, head;  // of the tokens that count; of HeadPart
-  __device__ FewItem(const AttentionParams& params, int kv_head, int item) {
-    const int more = item - params.row_tokens * params.group;
+  __device__ FewItem(const AttentionParams& params, int kv_head, int item, int queries, int first_token) {
+    const int more = item - queries;
     query = more < 0, key = !query && more < params.row_tokens;
-    index = query ? item / params.group : key ? more : more - params.row_tokens;
+    index = query ? first_token + item / params.group : key ? more : more - params.row_tokens;
     head = query ? kv_head * params.group + item % params.group
                  : params.attention.num_heads + (key ? 0 : params.attention.kv_num_heads) + kv_head;
   }
@@ -145,7 +150,7 @@ __device__ __forceinline__ void attend_codes(const AttentionParams& params, uint
 //   warps                            their sums meet in shared memory
 //   splits                           none: the output. A cluster: blocks exchange sums, each adds up some columns.
 //                                    Else: for attend_merge
-template <typename T, int DK, int DV, bool kCodes>
+template <typename T, int DK, int DV, bool kCodes, bool kLists>
 __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     attend_few(const __grid_constant__ AttentionParams params) {
   using Number = typename Cached<T, kCodes>::Number;
@@ -167,7 +172,9 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
 
   const qm_attention& node = params.attention;
-  const int split = static_cast<int>(blockIdx.x) % params.splits, pair = static_cast<int>(blockIdx.x) / params.splits;
+  const int split = static_cast<int>(blockIdx.x) % params.splits, block = static_cast<int>(blockIdx.x) / params.splits;
+  const int blocks_of_pair = kLists ? params.row_tokens : 1, pair = kLists ? block / blocks_of_pair : block;
+  const int own_token = kLists ? block % blocks_of_pair : 0;  // of those that count; of a row without lists 0 has all
   const int batch_row = pair / node.kv_num_heads, kv_head = pair % node.kv_num_heads, lane = threadIdx.x % 32,
             warp = threadIdx.x / 32;
   const int64_t old_slots = first_slot_of(params, pair, kv_head, params.past_slots),
@@ -180,17 +187,17 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   const volatile int* rows_at = params.rows + 3 * batch_row;
   const bool attends = pair < params.pairs;
   if (params.cluster && attends) cluster_arrive();
-  const int all_rows = params.row_tokens * params.group, all_items = all_rows + 2 * params.row_tokens;
+  int all_rows = params.row_tokens * params.group;
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     store16(queries_at + swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
-  FewItem item(params, kv_head, threadIdx.x / kLanes);
+  FewItem item(params, kv_head, threadIdx.x / kLanes, all_rows, 0);
   HeadPart<T, kLanes> part(params, item.head, threadIdx.x % kLanes);
   int head_of[2];  // of the rows that the warp adds up: warp, warp + 8
   for (int k = 0; k < 2; ++k) head_of[k] = kv_head * params.group + (warp + k * kWarps) % params.group;
   const int columns = (DV / 4 + params.splits - 1) / params.splits;  // fours of them that a block of a cluster adds up
   wait_for_previous();
   launch_dependents();
-  if (!attends) return copy_slots(params, static_cast<int>(blockIdx.x) - params.pairs * params.splits);
+  if (!attends) return copy_slots(params, static_cast<int>(blockIdx.x) - params.pairs * blocks_of_pair * params.splits);
 
   const int said[] = {rows_at[0], rows_at[1], rows_at[2]};
   uint4 loaded;
@@ -210,9 +217,14 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   issue_loads();
 
   const BatchRow batch = check_row(params, batch_row, said[0], said[1], said[2]);
-  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
+  const bool listed = kLists && has_lists(params, batch);
+  int rows = is_mine(params, batch) ? batch.count * params.group : 0;
+  if (listed)
+    rows = own_token < batch.count ? params.group : 0;
+  else if (own_token)
+    rows = 0;
   // The output of tokens that do not count. All packed tokens count, and attention_append finds tokens without a row.
-  if (split == 0 &&
+  if (split == 0 && own_token == 0 &&
       (params.block_table ? !batch.valid && params.all_tokens == params.batch : batch.count < params.tokens)) {
     const uint32_t outside = batch.valid ? 0 : Half<T>::pack(NAN, NAN);
     const int first = params.block_table ? batch_row : 0;
@@ -228,11 +240,22 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     if (params.cluster) cluster_wait();
     return;
   }
-  const Span span = span_of(params, batch, 0, batch.count - 1);
+  if (listed && params.row_tokens > 1) {  // its own token's heads take the place of all tokens' heads
+    for (int i = params.group * (DK / 8) + threadIdx.x; i < all_rows * (DK / 8); i += kFewThreads)
+      store16(queries_at + swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
+    all_rows = params.group;
+    item = FewItem(params, kv_head, threadIdx.x / kLanes, all_rows, own_token);
+    part = HeadPart<T, kLanes>(params, item.head, threadIdx.x % kLanes);
+    ask(batch.begin, batch.past);
+  }
+  const int all_items = all_rows + 2 * params.row_tokens, own_slot = batch.past + own_token;
+  const int* list = listed ? list_of(params, batch, batch_row, kv_head, own_token) : nullptr;
+  Span span = listed ? span_of_list(params, own_slot) : span_of(params, batch, 0, batch.count - 1);
   const bool active = split < span.splits;
   if (!active && !params.cluster) return;
   const int begin = active ? span.begin(split) : 0, end = active ? span.begin(split + 1) : 0;
 
+  const int last_place = span.last_slot;  // of a list, which may end before
   auto at_stage = [&](int stage) {
     const uint32_t place = stage - begin;
     return kv_at + (params.deep ? place % kDeepStages : place % kFewStages) * kStage;
@@ -240,6 +263,27 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   // A group of copies, which may be empty; at first without the new slots, which this block is about to have.
   auto load = [&](int stage, bool at_first) {
     const int first = stage * kKeys;
+    if (listed) {
+      static_assert(!kLists || DK == DV, "a slot has as many chunks of a key as of a value");
+      constexpr int kOfRow = DK / kChunk, kTurns = kKeys * kOfRow / kFewThreads;
+      int slots[kTurns];
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        const int place = first + (static_cast<int>(threadIdx.x) + i * kFewThreads) / kOfRow;
+        slots[i] = stage < end && place <= last_place ? list[place] : -1;
+      }
+#pragma unroll
+      for (int i = 0; stage < end && i < kTurns; ++i) {
+        const uint32_t at = threadIdx.x + i * kFewThreads, key = at / kOfRow, chunk = at % kOfRow;
+        const bool seen = slots[i] >= 0 && slots[i] <= own_slot, is_new = slots[i] >= batch.past;
+        if (at_first && seen && is_new) continue;
+        const int64_t from = static_cast<int64_t>(seen ? slots[i] : 0) * DK + chunk * kChunk;
+        const uint32_t to = at_stage(stage) + (kCodes ? swizzled_codes<DK>(key, chunk) : swizzled<DK>(key, chunk));
+        copy_async16_past(to, (is_new ? keys : old_keys) + from, seen);
+        copy_async16_past(to + kKeyBytes, (is_new ? values : old_values) + from, seen);
+      }
+      return copy_async_commit();
+    }
     const bool old_only = first >= span.low && first + kKeys <= batch.past;
     const Place place = stage < end ? find_slot(params, batch_row, first) : Place{0, false};
     auto rows_of = [&](auto width, const Element* old, const Element* present, uint32_t to) {
@@ -278,7 +322,23 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
     }
     __syncthreads();
   }
-  const bool appends = max(batch.past, begin * kKeys) < min(batch.past + batch.count, end * kKeys);
+  // Places of the new slots, which are the last ones of a list that has them.
+  int new_places = batch.past, end_places = batch.past + batch.count;
+  if (listed) {
+    end_places = length_of(list, last_place + 1), new_places = max(end_places - batch.count, 0);
+    span.first_slot = span.last_slot = end_places - 1;
+  }
+  auto place_of_slot = [&](int slot) {
+    if constexpr (kLists)
+      if (listed) {
+        for (int place = end_places - 1; place >= new_places; --place)
+          if (list[place] == slot) return place;
+        return -1;
+      }
+    return slot;
+  };
+  const bool stores = listed && split == 0;
+  const bool appends = stores || max(new_places, begin * kKeys) < min(end_places, end * kKeys);
   const int items = !active ? 0 : appends ? all_items : all_rows;
   for (int first = 0; first < items;) {
     float x[8];
@@ -297,27 +357,28 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
         store16(queries_at + swizzled<DK>(number, part.d / 8), v);
       }
     } else if (part.there && number < all_items && counts) {
-      const int slot = batch.past + item.index, stage = slot / kKeys;
-      if (stage >= begin && stage < end) {
+      const int slot = batch.past + item.index, own_place = place_of_slot(slot), stage = own_place / kKeys;
+      const bool here = own_place >= 0 && stage >= begin && stage < end;
+      if (here || (stores && item.index == own_token)) {
         const Place place = find_slot(params, batch_row, slot);
         void* to = (item.key ? keys : values) + place.at * part.size + part.d;
         if (place.there) store_eight<T, kCodes>(node, item.key, x, to);
-        const bool soon = stage < begin + stages - 1;
+        const bool soon = here && stage < begin + stages - 1;
+        const int row = own_place % kKeys;
         if constexpr (kCodes) {
-          const int row = slot % kKeys, chunk = part.d / 16;
+          const int chunk = part.d / 16;
           const uint32_t at = item.key ? swizzled_codes<DK>(row, chunk) : kKeyBytes + swizzled_codes<DV>(row, chunk);
           uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at + part.d % 16;
           if (soon) store_eight<T, kCodes>(node, item.key, x, there);
         } else {
-          const uint32_t at =
-              item.key ? swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + swizzled<DV>(slot % kKeys, part.d / 8);
+          const uint32_t at = item.key ? swizzled<DK>(row, part.d / 8) : kKeyBytes + swizzled<DV>(row, part.d / 8);
           if (soon) store16(at_stage(stage) + at, narrow<T>(x));
         }
       }
     }
     first += kAtOnce;
     if (first >= items) break;
-    item = FewItem(params, kv_head, first + static_cast<int>(threadIdx.x) / kLanes);
+    item = FewItem(params, kv_head, first + static_cast<int>(threadIdx.x) / kLanes, all_rows, own_token);
     part = HeadPart<T, kLanes>(params, item.head, threadIdx.x % kLanes);
     ask(batch.begin, batch.past);
     issue_loads();
@@ -328,6 +389,7 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   for (int d = 0; d < DK / 16; ++d) load_matrices(own[d], queries_at + swizzled<DK>(lane % 16, 2 * d + lane / 16));
 
   AttentionSums<1, M> found(params, batch, 0);
+  if (listed) found.slot_of[0][0] = found.slot_of[0][1] = span.last_slot;
   auto query = [&](int d, int, uint32_t(&q)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] = own[d][i];
@@ -348,8 +410,9 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
       attend_codes<DK, DV, kWarpKeys / 8>(params, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M, masked,
                                           mixed, own, found);
     else
-      attend_stage<Number, DK, DV, kWarpKeys / 8, kCodes>(params, k_at, k_at + kKeyBytes, first_key, slot,
-                                                          value_warp * M, masked, mixed, query, found);
+      attend_stage<Number, DK, DV, kWarpKeys / 8, kCodes>(params, k_at, k_at + kKeyBytes, first_key, value_warp * M,
+                                                          masked, mixed, query,
+                                                          SlotsBefore<1>{params, found.slot_of, slot}, found);
   }
   add_quads(found.sum[0]);
 
@@ -385,7 +448,8 @@ __global__ void __launch_bounds__(kFewThreads, is_wide(DK, DV) ? 1 : 2)
   for (int k = 0; k < 2; ++k) {
     const int row = warp + k * kWarps;
     if (row >= rows) break;
-    place_of[k] = (first_token(params, batch_row) + batch.begin + row / params.group) * node.num_heads + head_of[k];
+    const int token = listed ? own_token : row / params.group;
+    place_of[k] = (first_token(params, batch_row) + batch.begin + token) * node.num_heads + head_of[k];
     if (!active) continue;
     const float own_score = params.splits > 1 ? -INFINITY : sinks[k] * kLog2e;
     float largest = own_score, factors[KW];

@@ -144,18 +144,9 @@ struct LatentTile {
     if (token >= batch.count) return;
     first_row = token * params.group + tile % params.tiles_per_token * params.tile_rows;
     rows = (token + 1) * params.group, own_slot = batch.past + token;
-    list = params.selected + (token_of(params, token) * params.lists + (params.lists > 1 ? kv : 0)) * params.list_size;
+    list = list_of(params, batch, b, kv, token);
     span = span_of_list(params, own_slot);
-    if (list[span.last_slot] >= 0) return;
-    int low = 0, high = span.last_slot;  // places below `low` have slots, from `high` on none
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (list[middle] >= 0)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    span.first_slot = span.last_slot = low - 1;
+    span.first_slot = span.last_slot = length_of(list, span.last_slot + 1) - 1;
   }
   // Asks for the slots of a stage of a list, -1 after its end.
   template <int kSlots>
@@ -351,8 +342,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
     find_largest(s, largest);
     weigh(s, largest, sums.most[0], sums.sum[0], factor);
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(sums.acc[0], factor);
-    add_stage_values<T, kLatentKeys>(params, k_at, 0, slot, kFirstValue + first_n,
-                                     masked && span.first_slot != span.last_slot, scores, sums);
+    add_stage_values<T, kLatentKeys>(k_at, 0, kFirstValue + first_n, masked && span.first_slot != span.last_slot,
+                                     SlotsBefore<1>{params, sums.slot_of, slot}, scores, sums);
   }
   add_quads(sums.sum[0]);
 #pragma unroll
@@ -427,9 +418,9 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
   for (int n = 0; n < M; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-  int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / params.group,
-                    tile.batch.past + (tile.first_row + row_of + 8) / params.group};
-  if (kLists && tile.list) slot_of[0] = slot_of[1] = span.last_slot;
+  int slot_of[1][2] = {{tile.batch.past + (tile.first_row + row_of) / params.group,
+                        tile.batch.past + (tile.first_row + row_of + 8) / params.group}};
+  if (kLists && tile.list) slot_of[0][0] = slot_of[0][1] = span.last_slot;
   auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
   auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
   for (int stage = tile.begin; stage < tile.end; ++stage) {
@@ -445,7 +436,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     const bool masked = is_masked(span, slot, kSlots);
     scale_scores(params, s);
     softcap_scores(params, s);
-    if (masked) mask_scores(params, s, slot_of, slot + group * kOwn);
+    if (masked) mask_scores(params, s, slot_of[0], slot + group * kOwn);
     float largest[2] = {most[0], most[1]};
     find_largest(s, largest);
     if (t < 2) store4(largest_of(group, t), __float_as_uint(t == 0 ? largest[0] : largest[1]));
@@ -458,8 +449,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     uint32_t weights[kSlots / 16][4];
     share_weights<T>(s, weights_of, group, pair_barrier, weights);
     if (masked && span.first_slot != span.last_slot)
-      take_out<T, kSlots, M, kLatentThreads, kSlots * kLatentValues * 2>(params, k_at + kFirstValue / 8 * kTile, v_at,
-                                                                         slot, slot_of, t, acc);
+      take_out<T, kSlots, M, kLatentThreads, kSlots * kLatentValues * 2>(k_at + kFirstValue / 8 * kTile, v_at,
+                                                                         SlotsBefore<1>{params, slot_of, slot}, t, acc);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kSlots / 16; ++k) add_values<T, kLatentValues / 2>(acc[0], weights[k], v_at + k * 2048, kTile);

@@ -7,6 +7,7 @@
 //            warp 3    |                                  |
 #pragma once
 #include "cuda/attention/attention.cuh"
+#include "cuda/attention/attention_lists.cuh"
 
 namespace quantmoe {
 
@@ -26,7 +27,8 @@ __device__ __forceinline__ void copy_rows(const Span& span, int stage, const Pla
   }
 }
 
-template <typename T, int DK, int DV, bool kCodes>
+// kLists: of rows that read lists.
+template <typename T, int DK, int DV, bool kCodes, bool kLists>
 __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constant__ AttentionParams params) {
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
   const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);
-  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
+  const bool mine = is_mine(params, batch) && has_lists(params, batch) == kLists;
+  const int rows = mine ? batch.count * params.group : 0;
   if (first_row >= rows) return wait_for_previous();
   const Span span = span_of(params, batch, first_row);
   if (split >= span.splits) return wait_for_previous();
@@ -52,12 +55,16 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   const Element* keys = static_cast<const Element*>(params.key) + own_slots * DK;
   const Element* values = static_cast<const Element*>(params.value) + own_slots * DV;
   const int step = slot_step(params);
-  auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
-  auto load = [&](int stage) {  // a group of copies, which may be empty
+  const ListWindow<kKeys, kManyMaskWords, kAttendThreads> window{
+      params, batch, batch_row, kv_head, first_row, min(kRows, rows - first_row), ring_at + kManyStages * kRingStage};
+  auto find = [&](int stage) { return kLists ? window.find(stage, end) : stage; };
+  // turn: how many stages were read before.
+  auto at_stage = [&](int stage, int turn) { return ring_at + (kLists ? turn : stage) % kManyStages * kRingStage; };
+  auto load = [&](int stage, int turn) {  // a group of copies, which may be empty
     if (stage < end) {
       const Place place = find_slot(params, batch_row, stage * kKeys);
-      copy_rows<DK, kKeys, kCodes>(span, stage, place, step, keys, at_stage(stage));
-      copy_rows<DV, kKeys, kCodes>(span, stage, place, step, values, at_stage(stage) + kRingKeys);
+      copy_rows<DK, kKeys, kCodes>(span, stage, place, step, keys, at_stage(stage, turn));
+      copy_rows<DV, kKeys, kCodes>(span, stage, place, step, values, at_stage(stage, turn) + kRingKeys);
     }
     copy_async_commit();
   };
@@ -67,28 +74,37 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kAttendThreads)
     copy_async16_past(q_at + swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                       first_row + at / (DK / 8) < rows);
-  for (int i = 0; i < kManyStages - 1; ++i) load(begin + i);
+  static_assert(kManyStages == 2, "one is copied ahead");
+  if (kLists) window.begin(begin);
+  int stage = find(begin);
+  load(stage, 0);
 
   AttentionSums<MT, DV / 8> sums(params, batch, first_row + warp * kWarpRows);
   auto query = [&](int d, int m, uint32_t(&q)[4]) {
     load_matrices(q, q_at + swizzled<DK>(warp * kWarpRows + m * 16 + lane % 16, 2 * d + lane / 16));
   };
-  for (int stage = begin; stage < end; ++stage) {
+  for (int turn = 0, next; stage < end; stage = next, ++turn) {
     copy_async_wait<kManyStages - 2>();
     __syncthreads();
-    load(stage + kManyStages - 1);
-    const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
+    const auto seen = [&] {
+      if constexpr (kLists)
+        return window.template read<MT>(stage, first_row + warp * kWarpRows + g);
+      else
+        return SlotsBefore<MT>{params, sums.slot_of, stage * kKeys};
+    }();
+    next = find(stage + 1);
+    load(next, turn + 1);
+    const uint32_t ring = at_stage(stage, turn), k_at = kCodes ? kv_at : ring;
     if constexpr (kCodes) {
       const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
-      widen_rows<DK, kKeys, kAttendThreads>(e4m3, at_stage(stage),
+      widen_rows<DK, kKeys, kAttendThreads>(e4m3, ring,
                                             [&](int row, int chunk) { return k_at + swizzled<DK>(row, chunk); });
-      widen_rows<DV, kKeys, kAttendThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
-        return k_at + kKeyBytes + swizzled<DV>(row, chunk);
-      });
+      widen_rows<DV, kKeys, kAttendThreads>(
+          e4m3, ring + kRingKeys, [&](int row, int chunk) { return k_at + kKeyBytes + swizzled<DV>(row, chunk); });
       __syncthreads();
     }
-    attend_stage<Number, DK, DV, kKeys / 8, kCodes>(params, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
-                                                    is_masked(span, stage * kKeys, kKeys), true, query, sums);
+    attend_stage<Number, DK, DV, kKeys / 8, kCodes>(
+        params, k_at, k_at + kKeyBytes, 0, 0, kLists || is_masked(span, stage * kKeys, kKeys), true, query, seen, sums);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {

@@ -56,10 +56,12 @@ int validate_attributes(const qm_attention& attention, char* err) {
 // selected: its shape; of rank -1 without it, of rank 0 if it is not known yet.
 int validate_lists(const qm_attention& attention, const qm_shape& selected, char* err) {
   if (selected.rank < 0) return QM_OK;
-  if (!attention.key_split)
+#define QM_SIZES(keys, values) || (attention.head_size == keys && attention.v_head_size == values)
+  if (!(attention.key_split QM_ATTENTION_LIST_SIZES(QM_SIZES)))
     return fail(err, QM_UNSUPPORTED,
-                "it has the input selected, which the CUDA kernels take with a key_split alone: export the model with "
-                "--target cuda");
+                "head_size is %d and v_head_size %d, with the input selected the CUDA kernels take 128 and 256 of both",
+                attention.head_size, attention.v_head_size);
+#undef QM_SIZES
   if (attention.sliding_window || attention.chunk_size)
     return fail(err, QM_INVALID, "sliding_window is %d and chunk_size %d, expected 0 with the input selected",
                 attention.sliding_window, attention.chunk_size);

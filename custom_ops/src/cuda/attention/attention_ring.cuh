@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
     work.split = unit / tiles;
     work.tile = many_tile(params, kRows, unit % tiles);
     work.batch = read_row(params, work.tile.batch_row);
-    work.rows = is_mine(params, work.batch) ? work.batch.count * params.group : 0;
+    work.rows = is_mine(params, work.batch) && !has_lists(params, work.batch) ? work.batch.count * params.group : 0;
     work.begin = work.end = 0;
     if (work.tile.first_row >= work.rows) return work;
     work.span = span_of(params, work.batch, work.tile.first_row);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
   if (group == kGroups - 1) pass_turn();
 
   // The tile in work.
-  int query_count = 0, stage, end, first_slot, full_low, split, slot_of[2];
+  int query_count = 0, stage, end, first_slot, full_low, split, slot_of[1][2];
   int place[2];  // -1: no row
   // Waits for a tile. False: there is none.
   auto open = [&] {
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = work.tile.first_row + row_of + h * 8;
-      slot_of[h] = work.batch.past + row / params.group;
+      slot_of[0][h] = work.batch.past + row / params.group;
       place[h] = row < work.rows
                      ? static_cast<int>(place_of(params, work.batch, work.tile.batch_row, work.tile.kv_head, row))
                      : -1;
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
     // Scores of a stage become weights. masked: some row does not see one of its slots.
     auto weigh_stage = [&](Scores& s, bool masked) {
       softcap_scores(params, s);
-      if (masked) mask_scores(params, s, slot_of, stage * kKeys);
+      if (masked) mask_scores(params, s, slot_of[0], stage * kKeys);
       float largest[2] = {most[0], most[1]};
       find_largest_of_row(s, largest);
       weigh_row(s, largest, most, sum, factor);
@@ -363,9 +363,9 @@ __global__ void __launch_bounds__(2 * kRows + 128, 1) attend_ring(const __grid_c
       const uint32_t flags = shared_address(odd_values[value_place.stage()]);
       const uint4 odd = load16(flags);
       if (odd.z | odd.w)
-        take_out<T, kKeys, DV / 8, kConsumers, Shape::kValueBytes>(params, values_at(), values_at(), stage * kKeys,
-                                                                   slot_of, t, acc,
-                                                                   [] { named_barrier(kMeeting, kConsumers); });
+        take_out<T, kKeys, DV / 8, kConsumers, Shape::kValueBytes>(values_at(), values_at(),
+                                                                   SlotsBefore<1>{params, slot_of, stage * kKeys}, t,
+                                                                   acc, [] { named_barrier(kMeeting, kConsumers); });
     };
     auto store = [&](const int(&place)[2], const float(&most)[2], float(&sum)[2], int split) {
       add_quads(sum);

@@ -8,6 +8,7 @@
 //   tile     ...
 #pragma once
 #include "cuda/attention/attention.cuh"
+#include "cuda/attention/attention_lists.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace quantmoe {
@@ -22,12 +23,11 @@ __device__ __forceinline__ void add_values(float* acc, const uint32_t (&weights)
 }
 
 // If some row does not see a stage's slots, a value that is not finite is added, not multiplied by zero. This adds such
-// values to the sums of the rows that see their slots, and clears them. all_at: the values of kKeys slots from
-// first_slot on, `bytes` in all. v_at: the values of the warpgroup's M tiles of eight columns. kThreads threads call
-// it, for which `meet` waits.
-template <typename T, int kKeys, int M, int kThreads, int bytes, class Meet>
-__device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
-                                         const int (&slot_of)[2], int t, float (&acc)[M][4], const Meet& meet) {
+// values to the sums of the rows that see their slots, and clears them. all_at: the values of kKeys slots, `bytes` in
+// all. v_at: the values of the warpgroup's M tiles of eight columns. kThreads threads call it, for which `meet` waits.
+template <typename T, int kKeys, int M, int kThreads, int bytes, class Seen, class Meet>
+__device__ __forceinline__ void take_out(uint32_t all_at, uint32_t v_at, const Seen& seen, int t, float (&acc)[M][4],
+                                         const Meet& meet) {
 #pragma unroll 1
   for (int key = 0; key < kKeys; ++key)
 #pragma unroll
@@ -35,8 +35,7 @@ __device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t
       const uint32_t v = only_odd(load4(v_at + swizzled_tile<kKeys>(key, n) + 4 * t), kExponent<T>);
 #pragma unroll
       for (int h = 0; v && h < 2; ++h)
-        if (first_slot + key <= slot_of[h] && first_slot + key >= first_visible_slot(params, slot_of[h]))
-          acc[n][2 * h] += Half<T>::low(v), acc[n][2 * h + 1] += Half<T>::high(v);
+        if (seen.sees(0, h, key)) acc[n][2 * h] += Half<T>::low(v), acc[n][2 * h + 1] += Half<T>::high(v);
     }
   meet();
   for (int at = threadIdx.x; at < bytes / 4; at += kThreads)
@@ -45,17 +44,17 @@ __device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t
   meet();
 }
 // The same where a block of kThreads threads finds some.
-template <typename T, int kKeys, int M, int kThreads, int bytes>
-__device__ __forceinline__ void take_out(const AttentionParams& params, uint32_t all_at, uint32_t v_at, int first_slot,
-                                         const int (&slot_of)[2], int t, float (&acc)[M][4]) {
+template <typename T, int kKeys, int M, int kThreads, int bytes, class Seen>
+__device__ __forceinline__ void take_out(uint32_t all_at, uint32_t v_at, const Seen& seen, int t, float (&acc)[M][4]) {
   bool odd = false;
   for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= is_odd(load16(all_at + at * 16), kExponent<T>);
   if (__syncthreads_or(odd))
-    take_out<T, kKeys, M, kThreads, bytes>(params, all_at, v_at, first_slot, slot_of, t, acc, [] { __syncthreads(); });
+    take_out<T, kKeys, M, kThreads, bytes>(all_at, v_at, seen, t, acc, [] { __syncthreads(); });
 }
 
-// One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in.
-template <typename T, int DK, int DV, int kRows, bool kCodes>
+// One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in. kLists:
+// of rows that read lists.
+template <typename T, int DK, int DV, int kRows, bool kCodes, bool kLists>
 __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
     attend_wide(const __grid_constant__ AttentionParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -75,7 +74,8 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   const int pair = tile.pair, batch_row = tile.batch_row, kv_head = tile.kv_head, first_row = tile.first_row;
   const int split = blockIdx.y;
   const BatchRow batch = read_row(params, batch_row);
-  const int rows = is_mine(params, batch) ? batch.count * params.group : 0;
+  const bool mine = is_mine(params, batch) && has_lists(params, batch) == kLists;
+  const int rows = mine ? batch.count * params.group : 0;
   wait_for_previous();
   if (first_row >= rows) return;
   const Span span = span_of(params, batch, first_row);
@@ -86,8 +86,12 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
   const Element* keys = static_cast<const Element*>(params.key) + own_slots * DK;
   const Element* values = static_cast<const Element*>(params.value) + own_slots * DV;
   const int step = slot_step(params);
-  auto at_stage = [&](int stage) { return ring_at + stage % kWideStages * kRingStage; };
-  auto load = [&](int stage) {
+  const ListWindow<kKeys, kWideMaskWords, kThreads> window{
+      params, batch, batch_row, kv_head, first_row, min(kRows, rows - first_row), ring_at + kWideStages * kRingStage};
+  auto find = [&](int stage) { return kLists ? window.find(stage, end) : stage; };
+  // turn: how many stages were read before.
+  auto at_stage = [&](int stage, int turn) { return ring_at + (kLists ? turn : stage) % kWideStages * kRingStage; };
+  auto load = [&](int stage, int turn) {
     const Place first = stage < end ? find_slot(params, batch_row, stage * kKeys) : Place{0, false};
     auto copy = [&](uint32_t to, const Element* from, auto width, int i) {
       constexpr int D = decltype(width)::value;
@@ -102,39 +106,48 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
     };
     if (stage >= end) return;
 #pragma unroll
-    for (int i = 0; i < kKeys * DK / kChunk / kThreads; ++i) copy(at_stage(stage), keys, Width<DK>{}, i);
+    for (int i = 0; i < kKeys * DK / kChunk / kThreads; ++i) copy(at_stage(stage, turn), keys, Width<DK>{}, i);
     if constexpr (DK != DV)
 #pragma unroll
       for (int i = 0; i < kKeys * DV / kChunk / kThreads; ++i)
-        copy(at_stage(stage) + kRingKeys, values, Width<DV>{}, i);
+        copy(at_stage(stage, turn) + kRingKeys, values, Width<DV>{}, i);
   };
   const Number* queries =
       static_cast<const Number*>(params.queries) + (queries_of(params, batch, pair, kv_head, 0) + first_row) * DK;
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
     copy_async16_past(q_at + swizzled_tile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                       first_row + at / (DK / 8) < rows);
-  load(begin);
+  if (kLists) window.begin(begin);
+  int stage = find(begin);
+  load(stage, 0);
 
   float acc[DV / 8][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
-  const int slot_of[2] = {batch.past + (first_row + row_of) / params.group,
-                          batch.past + (first_row + row_of + 8) / params.group};
+  const int slot_of[1][2] = {
+      {batch.past + (first_row + row_of) / params.group, batch.past + (first_row + row_of + 8) / params.group}};
 
   const uint32_t own_at = q_at + threadIdx.x / 128 * 64 * 128;  // of the warpgroup's rows
-  for (int stage = begin; stage < end; ++stage) {
+  for (int turn = 0, next; stage < end; stage = next, ++turn) {
     copy_async_wait_all();
     if constexpr (!kCodes) fence_async_proxy();
     __syncthreads();  // the stage is there for all threads, and the last one is read
-    load(stage + 1);
-    const uint32_t k_at = kCodes ? kv_at : at_stage(stage), v_at = k_at + kKeyBytes;
+    const auto seen = [&] {
+      if constexpr (kLists)
+        return window.template read<1>(stage, first_row + row_of);
+      else
+        return SlotsBefore<1>{params, slot_of, stage * kKeys};
+    }();
+    next = find(stage + 1);
+    load(next, turn + 1);
+    const uint32_t ring = at_stage(stage, turn), k_at = kCodes ? kv_at : ring, v_at = k_at + kKeyBytes;
     if constexpr (kCodes) {
       const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
-      widen_rows<DK, kKeys, kThreads>(e4m3, at_stage(stage),
+      widen_rows<DK, kKeys, kThreads>(e4m3, ring,
                                       [&](int row, int chunk) { return k_at + swizzled_tile<kKeys>(row, chunk); });
-      widen_rows<DV, kKeys, kThreads>(e4m3, at_stage(stage) + kRingKeys,
+      widen_rows<DV, kKeys, kThreads>(e4m3, ring + kRingKeys,
                                       [&](int row, int chunk) { return v_at + swizzled_tile<kKeys>(row, chunk); });
       fence_async_proxy();
       __syncthreads();
@@ -149,12 +162,11 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
     wgmma_wait<0>();
     if constexpr (kCodes) scale_scores(params, s);
     softcap_scores(params, s);
-    const int stage_slot = stage * kKeys;
-    const bool masked = is_masked(span, stage_slot, kKeys);
-    if (masked) mask_scores(params, s, slot_of, stage_slot);
+    const bool masked = kLists || is_masked(span, stage * kKeys, kKeys);
+    if (masked) seen.mask(0, s);
     weigh(s, acc, most, sum);
 
-    if (masked) take_out<Number, kKeys, DV / 8, kThreads, kValueBytes>(params, v_at, v_at, stage_slot, slot_of, t, acc);
+    if (masked) take_out<Number, kKeys, DV / 8, kThreads, kValueBytes>(v_at, v_at, seen, t, acc);
     uint32_t weights[NT / 2][4];
 #pragma unroll
     for (int k = 0; k < NT / 2; ++k) pack_weights<Number>(weights[k], s, 2 * k);

@@ -7,8 +7,9 @@ namespace quantmoe {
 namespace {
 
 template <typename T>
-auto scores_kernel(int head_size) {
-  return head_size == 64 ? index_scores<T, 64> : index_scores<T, 128>;
+auto scores_kernel(int head_size, bool one_head) {
+  if (one_head) return head_size == 64 ? index_scores<T, 64, true> : index_scores<T, 128, true>;
+  return head_size == 64 ? index_scores<T, 64, false> : index_scores<T, 128, false>;
 }
 
 IndexerParams params_of(const IndexerProblem& problem, const IndexerPlan& plan, const qm_cuda_call& call) {
@@ -23,7 +24,8 @@ IndexerParams params_of(const IndexerProblem& problem, const IndexerPlan& plan, 
   params.past_slots = static_cast<int>(problem.past_slots), params.slots = static_cast<int>(problem.slots);
   params.heads = node.num_heads, params.groups = node.num_groups;
   params.group_heads = node.num_heads / node.num_groups, params.group_columns = problem.group_columns();
-  params.step = problem.step(), params.size = node.block_size;
+  params.columns = problem.columns();
+  params.step = problem.step(), params.unit = problem.unit(), params.size = node.block_size;
   params.top_blocks = node.top_k / node.block_size, params.local_blocks = node.local_blocks;
   params.list_size = problem.list_size();
   params.run = problem.run(), params.runs_of_row = static_cast<int>(problem.runs_of_row());
@@ -45,8 +47,10 @@ int launch_indexer(const void* own, const qm_cuda_node_plan& made, const qm_cuda
     return QM_INVALID;
   }
   const int size = problem.node.head_size;
-  const auto scores = problem.type == QM_BF16 ? scores_kernel<__nv_bfloat16>(size) : scores_kernel<__half>(size);
-  const int shared_bytes = 2 * params.groups * params.group_columns * (size * 2 + 4);
+  const bool one_head = problem.one_head();
+  const auto scores =
+      problem.type == QM_BF16 ? scores_kernel<__nv_bfloat16>(size, one_head) : scores_kernel<__half>(size, one_head);
+  const int shared_bytes = 2 * params.columns * (size * 2 + 4);
   if (problem.scores_any())
     params.key_blocks = static_cast<int>(ceil_div(problem.slots / params.step, int64_t{kIndexKeys}));
   int copies = params.batch * params.copy_blocks;

@@ -8,6 +8,9 @@
 //   32 keys of  warp 0   | products | ..      score of a key: the heads' weights times what is above 0
 //               warp 1   |          |
 //
+// Where each group has one head, a column is a group, and there are 8 at a time. Of blocks of 32 slots, or a multiple,
+// that have their best slot's score, a warp stores the best score of its keys alone.
+//
 // select_slots: a block, or a cluster that shares a list's scores, finds the least score that is selected. It counts
 // 11, 11 and 10 bits of the scores' places in the order of integers. Then it writes the selected slots in their order.
 // Counts are integers, so atomics change nothing.
@@ -27,8 +30,9 @@ struct IndexerParams {
   float* scores;  // [tokens of the runs, groups, stride]
   int64_t stride;
   int batch, tokens, past_slots, slots;
-  int heads, groups, group_heads, group_columns;
-  int step, size, top_blocks, local_blocks;  // slots between scores; a block's slots; blocks of a list
+  int heads, groups, group_heads, group_columns, columns;  // columns: of all groups
+  int step, unit;                      // slots between keys that have scores; slots of a score that is stored
+  int size, top_blocks, local_blocks;  // a block's slots; blocks of a list
   int list_size;
   int run, runs_of_row, first_run;            // tokens of a block; of these runs
   int key_blocks, score_blocks, copy_blocks;  // of keys; of scores, before those that store keys; of a row
@@ -79,12 +83,46 @@ __device__ inline uint32_t query_at(int head, int chunk) {
   return static_cast<uint32_t>(head * (D / 8) + (chunk ^ (head & 1) << 2)) * 16;
 }
 
-// Of 32 features a lane has 8 t to 8 t + 7 of a key, and of a query: a product's sum has any order.
-template <typename T, int D>
+// Adds products of 32 keys with queries of 8 N columns, from `column` on, whose stage lies at `at`. A lane gets keys m
+// * 16 + g and 8 further, and columns n * 8 + 2 t and one further. Of 32 features it has 8 t to 8 t + 7 of a key, and
+// of a query: a product's sum has any order.
+template <typename T, int D, int N>
+__device__ __forceinline__ void add_products(const uint4 (&keys)[2][2][D / 32], uint32_t at, int column,
+                                             float (&products)[2][N][4]) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < D / 32; ++j) {
+    uint4 q[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) q[n] = load16(at + query_at<D>(column + 8 * n + g, j * 4 + t));
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const uint4 &low = keys[m][0][j], &high = keys[m][1][j];
+      const uint32_t one[4] = {low.x, high.x, low.y, high.y}, two[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        Half<T>::mma(products[m][n], one, q[n].x, q[n].y);
+        Half<T>::mma(products[m][n], two, q[n].z, q[n].w);
+      }
+    }
+  }
+}
+// The best score of a warp's keys. Lanes of one t have keys 8 i + g. Those from `scored` on have none.
+__device__ __forceinline__ float best_of(const float (&own)[4], int warp_key, int scored) {
+  float best = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (warp_key + i * 8 + static_cast<int>(threadIdx.x) % 32 / 4 < scored) best = at_least(best, own[i]);
+  for (int d = 4; d < 32; d *= 2) best = at_least(best, __shfl_xor_sync(~0u, best, d));
+  return best;
+}
+
+// kOneHead: of each group.
+template <typename T, int D, bool kOneHead>
 __global__ void __launch_bounds__(kIndexThreads, 2) index_scores(const __grid_constant__ IndexerParams params) {
   constexpr int kSteps = D / 32, kChunks = D / 8, kTiles = 2;  // of 32 features; tiles of 16 keys
   extern __shared__ uint4 shared[];
-  const int columns = params.groups * params.group_columns, stage_bytes = columns * (D * 2 + 4);
+  const int columns = params.columns, stage_bytes = columns * (D * 2 + 4);
   const uint32_t stages_at = shared_address(shared);
   wait_for_previous();
   launch_dependents();
@@ -102,21 +140,22 @@ __global__ void __launch_bounds__(kIndexThreads, 2) index_scores(const __grid_co
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t first_token = static_cast<int64_t>(b) * params.tokens + row.begin;
+  auto head_of = [&](int column) {  // or -1
+    const int group = column / params.group_columns, head = column % params.group_columns;
+    return group < params.groups && head < params.group_heads ? group * params.group_heads + head : -1;
+  };
   auto load = [&](int index, int stage) {  // a token's queries and weights
     const uint32_t at = stages_at + stage * stage_bytes;
     const int64_t token = first_token + index;
     const uint4* query = static_cast<const uint4*>(params.query) + token * params.heads * kChunks;
     for (int i = threadIdx.x; i < columns * kChunks; i += kIndexThreads) {
-      const int column = i / kChunks, head = column % params.group_columns;
-      const bool there = head < params.group_heads;
-      const int from = there ? column / params.group_columns * params.group_heads + head : 0;
-      copy_async16(at + query_at<D>(column, i % kChunks), query + from * kChunks + i % kChunks, there);
+      const int column = i / kChunks, head = head_of(column);
+      copy_async16(at + query_at<D>(column, i % kChunks), query + max(head, 0) * kChunks + i % kChunks, head >= 0);
     }
     if (const int column = threadIdx.x; column < columns) {
-      const int head = column % params.group_columns;
-      const bool there = head < params.group_heads;
-      const int from = there ? column / params.group_columns * params.group_heads + head : 0;
-      copy_async4(at + columns * D * 2 + column * 4, params.head_weights + token * params.heads + from, there);
+      const int head = head_of(column);
+      copy_async4(at + columns * D * 2 + column * 4, params.head_weights + token * params.heads + max(head, 0),
+                  head >= 0);
     }
     copy_async_commit();
   };
@@ -147,48 +186,59 @@ __global__ void __launch_bounds__(kIndexThreads, 2) index_scores(const __grid_co
     if (warp_key >= scored) continue;
     const uint32_t at = stages_at + stage * stage_bytes;
     float* scores = params.scores + (places + index) * params.groups * params.stride;
-    for (int group = 0; group < params.groups; ++group, scores += params.stride) {
-      float sums[kTiles][2] = {};
-      for (int head = 0; head < params.group_columns; head += kIndexColumns) {
-        const int column = group * params.group_columns + head;
-        float products[kTiles][2][4] = {};
+    const bool best = params.unit != params.step;
+    auto weights_of = [&](int column) { return load8(at + columns * D * 2 + (column + 2 * t) * 4); };
+    if constexpr (kOneHead) {
+      for (int column = 0; column < columns; column += 8) {
+        float products[kTiles][1][4] = {};
+        add_products<T, D>(keys, at, column, products);
+        const uint2 w = weights_of(column);
 #pragma unroll
-        for (int j = 0; j < kSteps; ++j) {
-          const uint4 q[2] = {load16(at + query_at<D>(column + g, j * 4 + t)),
-                              load16(at + query_at<D>(column + 8 + g, j * 4 + t))};
+        for (int i = 0; i < 2; ++i) {
+          const int group = column + 2 * t + i;
+          float own[4], *to = scores + group * params.stride;
 #pragma unroll
-          for (int m = 0; m < kTiles; ++m) {
-            const uint4 &low = keys[m][0][j], &high = keys[m][1][j];
-            const uint32_t one[4] = {low.x, high.x, low.y, high.y}, two[4] = {low.z, high.z, low.w, high.w};
+          for (int k = 0; k < 4; ++k)
+            own[k] = __uint_as_float(i ? w.y : w.x) * at_least(products[k / 2][0][k % 2 * 2 + i], least);
+          if (best) {
+            const float found = best_of(own, warp_key, scored);
+            if (group < params.groups && g == 0) to[warp_key / kIndexUnit] = found;
+            continue;
+          }
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              Half<T>::mma(products[m][n], one, q[n].x, q[n].y);
-              Half<T>::mma(products[m][n], two, q[n].z, q[n].w);
+          for (int k = 0; k < 4; ++k)
+            if (const int key = warp_key + k * 8 + g; group < params.groups && key < scored) to[key] = own[k];
+        }
+      }
+    } else {
+      for (int group = 0; group < params.groups; ++group, scores += params.stride) {
+        float sums[4] = {};
+        for (int head = 0; head < params.group_columns; head += kIndexColumns) {
+          const int column = group * params.group_columns + head;
+          float products[kTiles][2][4] = {};
+          add_products<T, D>(keys, at, column, products);
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const uint2 w = weights_of(column + n * 8);
+            const int left = params.group_heads - head - n * 8 - 2 * t;  // heads from the lane's first column on
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const float* p = products[k / 2][n] + k % 2 * 2;
+              if (left > 0) sums[k] = fmaf(__uint_as_float(w.x), at_least(p[0], least), sums[k]);
+              if (left > 1) sums[k] = fmaf(__uint_as_float(w.y), at_least(p[1], least), sums[k]);
             }
           }
         }
+        float own = 0;  // the lane's of four: of key t * 8 + g
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const uint2 w = load8(at + columns * D * 2 + (column + n * 8 + 2 * t) * 4);
-          const int left = params.group_heads - head - n * 8 - 2 * t;  // heads from the lane's first column on
-#pragma unroll
-          for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float* p = products[m][n] + 2 * h;
-              if (left > 0) sums[m][h] = fmaf(__uint_as_float(w.x), at_least(p[0], least), sums[m][h]);
-              if (left > 1) sums[m][h] = fmaf(__uint_as_float(w.y), at_least(p[1], least), sums[m][h]);
-            }
+        for (int k = 0; k < 4; ++k) {
+          for (int d = 1; d < 4; d *= 2) sums[k] += __shfl_xor_sync(~0u, sums[k], d);
+          if (t == k) own = sums[k];
         }
+        if (best) own = best_of(sums, warp_key, scored);
+        if (const int key = warp_key + t * 8 + g; best ? lane == 0 : key < scored)
+          scores[best ? warp_key / kIndexUnit : key] = own;
       }
-      float own = 0;  // the lane's of four: of key t % 2 * 8 + g of tile t / 2
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = sums[i / 2][i % 2];
-        for (int d = 1; d < 4; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (t == i) own = sum;
-      }
-      if (const int key = warp_key + t * 8 + g; key < scored) scores[key] = own;
     }
   }
 }
@@ -203,7 +253,7 @@ __device__ inline uint32_t place_of(float score) {
 // A list's part of the scores, which a block of a cluster has: first .. last of the blocks of slots.
 struct SelectPart {
   const float* scores;
-  int each, first, last;  // scores of a block of slots, whose largest counts
+  int each, first, last;  // scores of a block of slots, whose best counts
   // The places of four, 0 where there are none.
   __device__ void places(int i, uint32_t (&place)[4]) const {
     if (each == 1) {
@@ -268,7 +318,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_slots(const __grid_cons
   if (wanted == 0) return;
 
   SelectPart part{params.scores + (static_cast<int64_t>(place) * params.groups + group) * params.stride,
-                  params.size / params.step, 0, 0};
+                  params.size / params.unit, 0, 0};
   const int share = (blocks + params.cluster * 4 - 1) / (params.cluster * 4) * 4;
   part.first = rank * share, part.last = min(blocks, part.first + share);
   for (int pass = 0; pass < kPasses; ++pass) counters[pass][threadIdx.x] = {};

@@ -22,7 +22,7 @@ int plan_indexer(const void* own, const qm_cuda_call& made, const qm_cuda_device
                 device.sm % 10);
   if (node.head_size != 64 && node.head_size != 128)
     return fail(err, QM_UNSUPPORTED, "head_size is %d, the CUDA kernels take 64 and 128", node.head_size);
-  if (call.group_columns() * node.num_groups > kMostIndexHeads)
+  if (call.columns() > kMostIndexHeads)
     return fail(err, QM_UNSUPPORTED,
                 "num_heads is %d and num_groups %d, the CUDA kernels take up to %d heads, and as many in groups that "
                 "are filled up to multiples of %d",

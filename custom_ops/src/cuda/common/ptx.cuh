@@ -81,6 +81,9 @@ __device__ inline void store8(uint32_t at, const uint2& v) {
 __device__ inline void store16(uint32_t at, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+__device__ inline void or_shared(uint32_t at, uint32_t bits) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bits) : "memory");
+}
 // Four 8 x 8 matrices of 16-bit values, whose rows' addresses lanes 0 to 7, 8 to 15, .. have: a lane gets the values
 // 2t and 2t + 1 of row g, or, transposed, of column g.
 __device__ inline void load_matrices(uint32_t (&m)[4], uint32_t at) {

@@ -5,7 +5,7 @@ namespace quantmoe {
 
 AttentionKernel few_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend_few, DK, DV, false);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend_few, DK, DV, false, false);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }

@@ -5,7 +5,7 @@ namespace quantmoe {
 
 AttentionKernel many_codes_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend, DK, DV, true);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend, DK, DV, true, false);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }
