@@ -250,7 +250,8 @@ def test_a_graph_serves_every_position(name: str) -> None:
     [
         (SPEC, (1, 50), "head_size is 64 and v_head_size 64, with the input selected the CUDA kernels take"),
         (GROUPED["minimax-m3"], (2, 50), "selected has 2 lists of a token, the CUDA kernels"),
-        (replace(LATENT, sliding_window=9), (1, 50), "sliding_window is 9 and chunk_size 0, expected 0 with the input"),
+        (replace(LATENT, sliding_window=9), (1, 50), "sliding_window is 9, chunk_size 0 and block_size 0, expected 0"),
+        (replace(GROUPED["qwen4-exp"], chunk_size=8), (1, 50), "sliding_window is 0, chunk_size 8 and block_size 0"),
         (replace(LATENT, num_heads=24, kv_num_heads=4), (2, 50), "selected has 2 lists of a token, the CUDA kernels"),
     ],
 )

@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constan
     attend_stage<Number, DK, DV, kKeys / 8, kCodes>(
         params, k_at, k_at + kKeyBytes, 0, 0, kLists || is_masked(span, stage * kKeys, kKeys), true, query, seen, sums);
   }
+  if (kLists) copy_async_wait_all();  // of a part without a stage
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
     add_quads(sums.sum[m]);

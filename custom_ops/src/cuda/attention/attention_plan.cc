@@ -62,9 +62,10 @@ int validate_lists(const qm_attention& attention, const qm_shape& selected, char
                 "head_size is %d and v_head_size %d, with the input selected the CUDA kernels take 128 and 256 of both",
                 attention.head_size, attention.v_head_size);
 #undef QM_SIZES
-  if (attention.sliding_window || attention.chunk_size)
-    return fail(err, QM_INVALID, "sliding_window is %d and chunk_size %d, expected 0 with the input selected",
-                attention.sliding_window, attention.chunk_size);
+  if (attention.sliding_window || attention.chunk_size || attention.block_size)
+    return fail(err, QM_INVALID,
+                "sliding_window is %d, chunk_size %d and block_size %d, expected 0 with the input selected",
+                attention.sliding_window, attention.chunk_size, attention.block_size);
   const int64_t lists = selected.sizes[2];
   if (selected.rank && lists != 1 && lists != attention.kv_num_heads)
     return fail(err, QM_UNSUPPORTED,

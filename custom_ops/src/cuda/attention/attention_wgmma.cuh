@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(2 * kRows, wide_blocks(DK, DV))
     wgmma_commit();
     wgmma_wait<0>();
   }
+  if (kLists) copy_async_wait_all();  // of a part without a stage
   add_quads(sum);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
