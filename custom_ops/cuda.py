@@ -67,27 +67,30 @@ def library() -> ctypes.CDLL:
     return lib
 
 
-def refusal(spec: Spec) -> str:
+def refusal(spec: Spec, lists: bool = False) -> str:
     """Return why the kernels do not run nodes with these attributes, "" when they do.
 
     The plan of one token on an H200 says it. The library of the CPU kernels has this plan, too.
+
+    Args:
+        lists: nodes of CachedAttention have the input ``selected``.
     """
     try:
-        _plan_one(spec, H200, native.library())
+        _plan_one(spec, H200, native.library(), **({"G": 1, "E": 1} if lists else {}))
     except ValueError as error:
         return str(error)
     return ""
 
 
-def _plan_one(spec: Spec, device: Device, lib: ctypes.CDLL) -> NodePlan:
-    """Plan a call of one token."""
+def _plan_one(spec: Spec, device: Device, lib: ctypes.CDLL, **sizes: int) -> NodePlan:
+    """Plan a call of one token. sizes: of optional inputs, by their letters."""
     kind, experts = "bf16", 1
     if isinstance(spec, LinearSpec):
         kind = _type_of(spec.w)
     elif isinstance(spec, MoESpec):
         kind = _type_of(spec.w13 if spec.w13.format in FLOATS else spec.w2)
         experts = spec.num_experts - spec.expert_offset
-    return plan_node(spec, kind, 1, 1, device, lib, experts)
+    return plan_node(spec, kind, 1, 1, device, lib, experts, **sizes)
 
 
 def _type_of(weights: Projection) -> str:

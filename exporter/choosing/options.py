@@ -299,7 +299,7 @@ class Options:
     def facts(self) -> Target:
         """The target of the export."""
         target = TARGETS[self.target].at(self.opset)
-        return replace(target, lists="") if self.external_experts else target
+        return replace(target, lists=_without_lists) if self.external_experts else target
 
     @property
     def layout(self) -> str:
@@ -325,6 +325,11 @@ class Options:
     def graph_type(self) -> str:
         """The type of the graph outside the experts."""
         return self.dtype or self.facts.graph_types[0]
+
+
+def _without_lists(_: Any) -> str:
+    """Return why TensorRT, which alone reads experts beside the model, has no lists of selected tokens."""
+    return "the plug-in for TensorRT has no attention to selected tokens"
 
 
 class ExportOptions(TypedDict, total=False):

@@ -152,11 +152,7 @@ def attention_of(
 
 def _without_lists(target: Target, module: RecognisedAttention) -> str:
     """Return why a target has no node for attention to selected tokens; "" where it has, or where all are seen."""
-    if target.lists == "all" or not (module.selects or module.indexer):
-        return ""
-    if target.lists == "latents":
-        return "" if module.spec.key_split else "the kernels read selected tokens of latents alone"
-    return "the plug-in for TensorRT has no attention to selected tokens"
+    return target.lists(module.spec) if module.selects or module.indexer else ""
 
 
 @contextlib.contextmanager

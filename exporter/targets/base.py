@@ -17,6 +17,11 @@ def no_library() -> str:
     raise FileNotFoundError
 
 
+def all_lists(_: Any) -> str:
+    """Return "": all attention reads lists of selected tokens."""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """An ``export --target NAME``: what it writes, and what runs it.
@@ -54,7 +59,7 @@ class Target:
         session_chooses_logits: a session says how many last tokens' logits a run gives, unless ``--logits`` does.
         token_rows: one TokenRows node says where a batch's tokens are.
         latent_ups: the node of latent attention expands the latent itself.
-        lists: which attention reads lists of selected tokens: "all", or where heads share a latent; "": none.
+        lists: why attention with these attributes does not read lists of selected tokens; "" when it does.
         packed_tables: formats of embeddings that are looked up as they are packed; None: all.
         own_widths: kernels take integers of 2, 3, 5 and 6 bits.
         max_elements: of one tensor; None: no limit.
@@ -99,7 +104,7 @@ class Target:
     session_chooses_logits: bool = False
     token_rows: bool = False
     latent_ups: bool = True
-    lists: Literal["all", "latents", ""] = "all"
+    lists: Callable[[Any], str] = all_lists
     packed_tables: tuple[str, ...] | None = ()
     own_widths: bool = False
     max_elements: int | None = None

@@ -20,6 +20,12 @@ def _refusal(spec: Any) -> str:
     return cuda.refusal(spec)
 
 
+def _lists(spec: Any) -> str:
+    from quantmoe.custom_ops import cuda
+
+    return cuda.refusal(spec, lists=True)
+
+
 CUDA = Target(
     name="cuda",
     device="cuda",
@@ -46,7 +52,7 @@ CUDA = Target(
     joined=True,
     token_rows=True,
     latent_ups=False,
-    lists="latents",
+    lists=_lists,
     packed_tables=(),  # TensorRT has no BitShift
     max_elements=2**31 - 1,  # TensorRT's
     act_orders_apart=True,

@@ -649,7 +649,8 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     assert dry.indexers == []
     make_checkpoint(tmp_path / "heads", "minimax_m3_vl_text", head_dim=64, index_head_dim=64)
     dry = plan(tmp_path / "heads", tmp_path / "onnx", quantize="int4", target="cuda")
-    assert {*dry.plain_attention.values()} == {"the kernels read selected tokens of latents alone"}
+    said = "head_size is 64 and v_head_size 64, with the input selected the CUDA kernels take 128 and 256 of both"
+    assert {*dry.plain_attention.values()} == {said}
     (own,) = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4").indexers[:1]
     assert selection(own) == "6 tokens"
     blocks = IndexerSpec(num_heads=4, head_size=128, top_k=2048, num_groups=4, block_size=128, local_blocks=1)

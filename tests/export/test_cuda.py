@@ -17,6 +17,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from sweeps import every
+from test_architectures import make_checkpoint
 from tiny import SIZES
 
 from quantmoe.custom_ops.layouts import marlin
@@ -434,6 +435,36 @@ def test_sparse_attention(tmp_path, model_type):
     dry = plan(source, tmp_path / "tensorrt", target="cuda", external_experts=True)
     said = "the plug-in for TensorRT has no attention to selected tokens"
     assert (dry.indexers, [*dry.plain_attention.values()]) == ([], [said] * 2)
+
+
+#: fields that give heads and indexers widths that have kernels
+BLOCKS = {
+    "minimax_m3_vl_text": {"head_dim": 128, "index_head_dim": 64},
+    "qwen4_exp_text": {"head_dim": 256, "indexer_head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("model_type", every(BLOCKS))
+def test_selected_blocks(tmp_path, model_type):
+    """MiniMax-M3 has lists for each group of heads, Qwen4-Exp one for all."""
+    make_checkpoint(tmp_path / "checkpoint", model_type, **BLOCKS[model_type])
+    export(tmp_path / "checkpoint", tmp_path / "onnx", target="cuda", dtype="f16", logits="all", quantize="none")
+    found = inspect(tmp_path / "onnx")
+    assert found["plain_attention"] == {}
+    graph = ir.load(tmp_path / "onnx" / "model.onnx").graph
+    readers = [node for node in graph if node.op_type == "CachedAttention" and len(node.inputs) > 13]
+    assert {node.inputs[13].producer().op_type for node in readers} == {"SparseIndexer"}
+    assert len(readers) == len([node for node in graph if node.op_type == "SparseIndexer"]) == len(found["indexers"])
+    ids = np.random.default_rng(4).integers(3, 128, (2, 12))  # of others f16 may take another block or expert
+    mask = np.ones_like(ids)
+    want = torch_logits(dequantized(Skeleton(Unquantized(open_checkpoint(tmp_path / "checkpoint"), "none"))), ids, mask)
+    assert np.abs(logits(tmp_path / "onnx", ids, mask) - want).max() / np.abs(want).max() < 1e-2
+    narrow = BLOCKS[model_type] | {"head_dim": 64}
+    make_checkpoint(tmp_path / "narrow", model_type, **narrow)
+    said = "head_size is 64 and v_head_size 64, with the input selected the CUDA kernels take 128 and 256 of both"
+    assert {*plan(tmp_path / "narrow", tmp_path / "b", target="cuda", quantize="none").plain_attention.values()} == {
+        said
+    }
 
 
 @pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "llama4_text"]))

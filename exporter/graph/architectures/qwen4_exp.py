@@ -1,8 +1,8 @@
 """Qwen4-Exp: streams of residuals, embeddings of n-grams, and attention to the best blocks of tokens.
 
-On the CPU an indexer is a SparseIndexer of blocks. In standard nodes its keys are kept as in indexed.py. A layer with
-embeddings of n-grams has three short convolutions: linear attention's, one that is dilated, and one that only delays
-the tokens' numbers. Their states are one tensor.
+An indexer is a SparseIndexer of blocks, where the target takes lists. In standard nodes its keys are kept as in
+indexed.py. A layer with embeddings of n-grams has three short convolutions: linear attention's, one that is dilated,
+and one that only delays the tokens' numbers. Their states are one tensor.
 """
 
 from __future__ import annotations
