@@ -150,10 +150,8 @@ int launch_many(Launcher& launcher, const AttentionProblem& problem, const Atten
             : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
   const int threads = (params.heads_per_block * lanes + 31) / 32 * 32;
   launcher.run(append, params, dim3(params.token_blocks + copies), threads, 0, true);
-  if (plan.ring)
-    QM_TRY(launch_ring(launcher, problem, plan, params, err));
-  else
-    launch_tiles(launcher, problem, plan, params, false);
+  if (!plan.ring) launch_tiles(launcher, problem, plan, params, false);
+  if (plan.ring) QM_TRY(launch_ring(launcher, problem, plan, params, err));
   if (params.selected) launch_tiles(launcher, problem, plan, params, true);
   return QM_OK;
 }
