@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from quantmoe.ort_ext import LIBRARIES
+
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: what drafts for it, with weights in the same files
 MTP_MODEL = "mtp.onnx"
@@ -48,7 +50,7 @@ FILES = (
         "if onnxruntime-genai [can run the model](onnxruntime-genai.md)",
     ),
     File(
-        ("libquantmoe_ort.so", "libquantmoe_ort_cuda.so"),
+        tuple(LIBRARIES.values()),
         "the library, for the architecture that exported; the second one with `--target cuda`",
         "if the installation has it",
     ),
