@@ -7,9 +7,8 @@
 #include "cuda/linear/hadamard.h"
 
 namespace quantmoe {
-namespace {
 
-constexpr int kThreads = 256;
+constexpr int kRotateThreads = 256;
 
 struct RotateParams {
   const void* x;
@@ -20,7 +19,7 @@ struct RotateParams {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ RotateParams params) {
+__global__ void __launch_bounds__(kRotateThreads) rotate_blocks(const __grid_constant__ RotateParams params) {
   extern __shared__ float block[];
   launch_dependents();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * params.each, left = params.features - first;
@@ -28,10 +27,10 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Rotat
   const T* const x = static_cast<const T*>(params.x) + first;
   T* const y = static_cast<T*>(params.y) + first;
   wait_for_previous();
-  for (int i = threadIdx.x; i < count; i += kThreads) block[i] = static_cast<float>(x[i]);
+  for (int i = threadIdx.x; i < count; i += kRotateThreads) block[i] = static_cast<float>(x[i]);
   for (int half = 1; half < params.size; half *= 2) {
     __syncthreads();
-    for (int pair = threadIdx.x; pair < count / 2; pair += kThreads) {
+    for (int pair = threadIdx.x; pair < count / 2; pair += kRotateThreads) {
       const int at = 2 * pair - (pair & (half - 1));  // pair's bits from half's on are one place higher
       const float a = block[at], b = block[at + half];
       block[at] = a + b;
@@ -39,10 +38,8 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Rotat
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kThreads) y[i] = Half<T>::from(block[i] * params.factor);
+  for (int i = threadIdx.x; i < count; i += kRotateThreads) y[i] = Half<T>::from(block[i] * params.factor);
 }
-
-}  // namespace
 
 int launch_hadamard(const void* of, const qm_cuda_node_plan&, const qm_cuda_call& call, char* err) {
   const qm_hadamard& node = *static_cast<const qm_hadamard*>(of);
@@ -54,8 +51,8 @@ int launch_hadamard(const void* of, const qm_cuda_node_plan&, const qm_cuda_call
   const RotateParams params{tensors.x, tensors.y, features,
                             each,      node.size, static_cast<float>(1 / std::sqrt(static_cast<double>(node.size)))};
   Launcher launcher{static_cast<cudaStream_t>(call.stream)};
-  launcher.run(x.type == QM_BF16 ? rotate<__nv_bfloat16> : rotate<__half>, params, dim3(blocks_for(features, each)),
-               kThreads, each * static_cast<int>(sizeof(float)), true);
+  launcher.run(x.type == QM_BF16 ? rotate_blocks<__nv_bfloat16> : rotate_blocks<__half>, params,
+               dim3(blocks_for(features, each)), kRotateThreads, each * static_cast<int>(sizeof(float)), true);
   return report(launcher.error, err);
 }
 
