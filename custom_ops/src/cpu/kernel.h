@@ -83,6 +83,12 @@ struct E4m3 {  // an element of a cache; read as its number times 2^-8
   uint8_t code;
 };
 
+struct AttentionTile {
+  int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
+  const int32_t* slots = nullptr;   // of a tile that is one token with a list: slot i of the tile is slots[i]
+  int64_t count = 0;                // of the list's slots; 0: there is none
+};
+
 struct AttentionContext {
   const qm_attention& node;
   const AttentionCall& call;
@@ -173,12 +179,10 @@ struct AttentionContext {
     const int64_t window = node.sliding_window ? p - node.sliding_window + 1 : 0;
     return chunk > window ? chunk : window > 0 ? window : 0;
   }
-};
-
-struct AttentionTile {
-  int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
-  const int32_t* slots = nullptr;   // of a tile that is one token with a list: slot i of the tile is slots[i]
-  int64_t count = 0;                // of the list's slots; 0: there is none
+  // The last block that a token of the tile sees.
+  int64_t last_block(const AttentionTile& tile) const {
+    return (tile.count ? tile.count - 1 : slot(tile.b, tile.token + tile.tokens - 1)) / kAttentionBlock;
+  }
 };
 
 // Latent attention that multiplies by the up-projections itself (latent_attention.h). Rows of few new tokens have their

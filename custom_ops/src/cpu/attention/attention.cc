@@ -89,8 +89,7 @@ class AttentionRun {
     return tile.count ? 0 : a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
   }
   int64_t block_count(const AttentionTile& tile) const {
-    if (tile.count) return ceil_div(tile.count, kAttentionBlock);
-    return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - first_block(tile) + 1 : 0;
+    return tile.tokens ? a_.last_block(tile) - first_block(tile) + 1 : 0;
   }
 
   uint8_t* const base_;

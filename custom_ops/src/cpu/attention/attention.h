@@ -85,6 +85,12 @@ void rotate(const qm_attention& node, const AttentionCall& call, int64_t row, fl
     for (int64_t i = 0; i < half; ++i) pair(y[i], y[i + half], i);
 }
 
+// Asks for lines into L1: they come while other work is done. kWrite: 1: they are written next.
+template <int kWrite>
+inline void prefetch(const uint8_t* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, kWrite);
+}
+
 // One head's query or key, normed and turned, to y [D]. row: of cos and sin; row_scale: of qk_norm row; weights: of
 // this head.
 void turn(const AttentionContext& context, const uint8_t* x, int64_t row, const float* weights, float row_scale,
@@ -181,6 +187,7 @@ void queries(const AttentionContext& context, const AttentionTile& tile, float* 
       const int64_t token = tile.token + (first + i) / context.heads();
       const int64_t position = context.position(tile.b, token);
       const uint8_t* const x = context.queries_of(position) + head * head_size * element;
+      if (token + 1 < tile.token + tile.tokens) prefetch<0>(x + qkv_size(node) * element, head_size * element);
       const float row_scale = node.qk_norm == k_qk_norm_row ? context.q_scales[position] : 1.0f;
       turn(context, x, context.turn(tile.b, token), weights_of(node, context.call.q_norm, head), row_scale, y);
       float* const panels = scratch + context.queries_at() + first * head_size;
@@ -281,6 +288,14 @@ void add_values(int64_t rows, const float* weights, const C* values, int64_t str
   });
 }
 
+// Where the output of a head of the tile's group is, for a token of the tile.
+inline int64_t output_bytes(const AttentionContext& context) { return context.node.v_head_size * context.element(); }
+inline uint8_t* output_of(const AttentionContext& context, const AttentionTile& tile, int64_t token, int64_t head) {
+  const int64_t first = context.position(tile.b, tile.token + token) * context.node.num_heads;
+  return static_cast<uint8_t*>(context.call.output) +
+         (first + tile.group * context.heads() + head) * output_bytes(context);
+}
+
 struct SlotRange {
   int64_t begin, end;
 };
@@ -291,15 +306,15 @@ inline SlotRange seen(const AttentionContext& context, const AttentionTile& tile
   return {std::max<int64_t>(0, context.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
 }
 
-// Scores to weights; the largest score to part[0], the sum of the weights to part[1].
-void soften(float softcap, SlotRange range, float* scores, float* part) {
+// The largest score of a row, after the softcap.
+float largest_score(float softcap, SlotRange range, float* scores) {
   const int64_t first = range.begin / 16 * 16, last = align_up(range.end, 16);
   if (softcap != 0.0f)
     for (int64_t i = first; i < last; ++i) scores[i] = softcap * tanh_f32(scores[i] / softcap);
   std::fill(scores + first, scores + range.begin, -kInfinity);
   std::fill(scores + range.end, scores + last, -kInfinity);
   constexpr int kTops = 64;  // vectors that do not wait for each other
-  float tops[kTops], sums[16] = {};
+  float tops[kTops];
   std::fill(tops, tops + kTops, -kInfinity);
   const auto larger = [](float a, float b) { return a > b ? a : b; };
   int64_t slot = first;
@@ -309,16 +324,20 @@ void soften(float softcap, SlotRange range, float* scores, float* part) {
     for (int j = 0; j < 16; ++j) tops[j] = larger(scores[slot + j], tops[j]);
   for (int width = kTops / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) tops[j] = larger(tops[j + width], tops[j]);
-  const float top = tops[0];
-  for (int64_t i = first; i < last; i += 16) {
+  return tops[0];
+}
+
+// Scores to weights; returns the sum of the weights.
+float soften(SlotRange range, float top, float* scores) {
+  float sums[16] = {};
+  for (int64_t i = range.begin / 16 * 16; i < range.end; i += 16) {
     for (int j = 0; j < 16; ++j) {
       const float weight = exp_f32(scores[i + j] - top);
       scores[i + j] = scores[i + j] == -kInfinity ? 0.0f : weight;
       sums[j] += scores[i + j];
     }
   }
-  part[0] = top;
-  part[1] = sum_lanes(sums);
+  return sum_lanes(sums);
 }
 
 // Features of 16 keys to out [features][16].
@@ -390,11 +409,14 @@ void add_block(const AttentionContext& context, const AttentionTile& tile, int64
         add_values<Isa, kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width,
                                 until - begin, parts + first * part + 16, part);
     };
-    SlotRange common{0, kAttentionBlock};
-    for (int64_t r = row; r < end; ++r) {
-      const SlotRange range = seen(context, tile, r / context.heads(), block);
-      common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
+    // A later token sees no earlier slot, and at least as many at the end.
+    const SlotRange early = seen(context, tile, row / context.heads(), block),
+                    late = seen(context, tile, (end - 1) / context.heads(), block);
+    if (early.begin == late.begin && early.end == late.end) {
+      add(row, end - row, early.begin, early.end);
+      continue;
     }
+    SlotRange common{late.begin, early.end};
     if (common.begin >= common.end) common = {kAttentionBlock, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
       const SlotRange range = seen(context, tile, r / context.heads(), block);
@@ -405,14 +427,15 @@ void add_block(const AttentionContext& context, const AttentionTile& tile, int64
   }
 }
 
-// Multiplies scores or weights of slots by the scales that int8_token has after their codes.
+// The scales that int8_token has after the codes of a block's slots. All rows of a tile are multiplied by them.
 template <class C>
-void scale_slots(const Block<C>& cache, const C* rows, int64_t pitch, int64_t width, SlotRange range, float* scores) {
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    float own;
-    std::memcpy(&own, reinterpret_cast<const uint8_t*>(rows) + cache.at(i) * pitch + width, 4);
-    scores[i] = scores[i] * own;
-  }
+void read_scales(const Block<C>& cache, const C* codes, int64_t pitch, int64_t width, SlotRange range, float* scales) {
+  for (int64_t i = range.begin; i < range.end; ++i)
+    std::memcpy(scales + i, reinterpret_cast<const uint8_t*>(codes) + cache.at(i) * pitch + width, 4);
+}
+
+inline void scale_slots(const float* scales, SlotRange range, float* scores) {
+  for (int64_t i = range.begin; i < range.end; ++i) scores[i] = scores[i] * scales[i];
 }
 
 template <class Isa, class C>
@@ -455,27 +478,46 @@ inline SlotRange seen_by_any(const AttentionContext& context, const AttentionTil
   return all;
 }
 
+// A block's scores to weights, and a part of each row. All heads' largest scores come first, so that no row's weights
+// wait for their own. The lines that `finish` writes come meanwhile.
+template <class C>
+void soften_block(const AttentionContext& context, const AttentionTile& tile, int64_t block, SlotRange all,
+                  const Block<C>& cache, float* scores, float* parts) {
+  const int64_t part = context.part_floats();
+  const bool tails = cache_tail(context.node), last = block == context.last_block(tile);
+  float key_scales[kAttentionBlock], value_scales[kAttentionBlock];
+  if (tails) {
+    read_scales(cache, cache.keys, cache.key_pitch, context.node.head_size, all, key_scales);
+    read_scales(cache, cache.values, cache.pitch, context.node.v_head_size, all, value_scales);
+  }
+  for (int64_t token = 0; token < tile.tokens; ++token) {
+    const SlotRange range = seen(context, tile, token, block);
+    const int64_t first = token * context.heads(), end = first + context.heads();
+    std::fill(parts + first * part, parts + end * part, 0.0f);
+    if (range.begin >= range.end) continue;
+    for (int64_t row = first; row < end; ++row) {
+      if (tails) scale_slots(key_scales, range, scores + row * kScoreStride);
+      parts[row * part] = largest_score(context.node.softcap, range, scores + row * kScoreStride);
+    }
+    for (int64_t row = first; row < end; ++row) {
+      if (last) prefetch<1>(output_of(context, tile, token, row - first), output_bytes(context));
+      parts[row * part + 1] = soften(range, parts[row * part], scores + row * kScoreStride);
+      if (tails) scale_slots(value_scales, range, scores + row * kScoreStride);
+    }
+  }
+}
+
 template <class Isa, class C>
 void block_of(const AttentionContext& context, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
-  const int64_t rows = tile.tokens * context.heads(), head_size = context.node.head_size,
-                v_head_size = context.node.v_head_size;
-  const int64_t width = context.padded_values(), part = context.part_floats();
+  const int64_t rows = tile.tokens * context.heads(), v_head_size = context.node.v_head_size;
+  const int64_t width = context.padded_values();
   Block<C> cache = block_at<C>(context, tile.b, tile.group, tile.slots ? 0 : block);
   if (tile.slots) cache.slots = tile.slots + block * kAttentionBlock;
-  const bool tails = cache_tail(context.node);
   float *const scores = scratch + context.scores_at(), *const wide = scratch + context.values_at();
   const SlotRange all = seen_by_any(context, tile, block);
   if (all.begin >= all.end) return;
   score<Isa>(context, all, cache, rows, scratch);
-  for (int64_t row = 0; row < rows; ++row) {
-    const SlotRange range = seen(context, tile, row / context.heads(), block);
-    std::fill(parts + row * part + 16, parts + (row + 1) * part, 0.0f);
-    if (range.begin >= range.end) continue;
-    float* const row_scores = scores + row * kScoreStride;
-    if (tails) scale_slots(cache, cache.keys, cache.key_pitch, head_size, range, row_scores);
-    soften(context.node.softcap, range, row_scores, parts + row * part);
-    if (tails) scale_slots(cache, cache.values, cache.pitch, v_head_size, range, row_scores);
-  }
+  soften_block(context, tile, block, all, cache, scores, parts);
   if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split && !tile.slots)
     return add_block<Isa, true>(context, tile, block, cache.values, cache.pitch, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
@@ -506,14 +548,16 @@ void begin(const AttentionContext& context, const AttentionTile& tile, float* pa
 
 void merge(const AttentionContext& context, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
   const int64_t part = context.part_floats();
-  for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += part, into += part) {
-    const SlotRange range = seen(context, tile, row / context.heads(), block);
-    if (range.begin >= range.end) continue;
-    const float top = parts[0] > into[0] ? parts[0] : into[0];
-    const float before = exp_f32(into[0] - top), here = exp_f32(parts[0] - top);
-    into[0] = top;
-    into[1] = fma(into[1], before, parts[1] * here);
-    for (int64_t v = 16; v < part; ++v) into[v] = fma(into[v], before, parts[v] * here);
+  for (int64_t token = 0; token < tile.tokens; ++token) {
+    const SlotRange range = seen(context, tile, token, block);
+    for (int64_t head = 0; head < context.heads(); ++head, parts += part, into += part) {
+      if (range.begin >= range.end) continue;
+      const float top = parts[0] > into[0] ? parts[0] : into[0];
+      const float before = exp_f32(into[0] - top), here = exp_f32(parts[0] - top);
+      into[0] = top;
+      into[1] = fma(into[1], before, parts[1] * here);
+      for (int64_t v = 16; v < part; ++v) into[v] = fma(into[v], before, parts[v] * here);
+    }
   }
 }
 
@@ -527,15 +571,16 @@ void gate_output(const AttentionContext& context, const uint8_t* gates, int64_t 
 }
 
 void finish(const AttentionContext& context, const AttentionTile& tile, float* parts) {
-  const int64_t v = context.node.v_head_size, element = context.element();
+  const int64_t v = context.node.v_head_size;
   const float factor = value_factor(context.node);
-  for (int64_t row = 0; row < tile.tokens * context.heads(); ++row, parts += context.part_floats()) {
-    scale(1.0f / parts[1] * factor, parts + 16, v);
-    const int64_t token = context.position(tile.b, tile.token + row / context.heads());
-    const int64_t head = tile.group * context.heads() + row % context.heads();
-    if (context.node.gated) gate_output(context, context.gates_of(token) + head * v * element, v, parts + 16);
-    from_float(context.call.type, parts + 16, v,
-               static_cast<uint8_t*>(context.call.output) + (token * context.node.num_heads + head) * v * element);
+  for (int64_t token = 0; token < tile.tokens; ++token) {
+    const uint8_t* const gates = context.gates_of(context.position(tile.b, tile.token + token));
+    for (int64_t head = 0; head < context.heads(); ++head, parts += context.part_floats()) {
+      scale(1.0f / parts[1] * factor, parts + 16, v);
+      const int64_t own = (tile.group * context.heads() + head) * output_bytes(context);
+      if (context.node.gated) gate_output(context, gates + own, v, parts + 16);
+      from_float(context.call.type, parts + 16, v, output_of(context, tile, token, head));
+    }
   }
 }
 

@@ -223,7 +223,9 @@ void expand_of(const LatentContext& latent, int64_t batch_row, int64_t head, int
       for (int64_t r = 0; r < tile.tokens; ++r) {
         const SlotRange range = seen(context, tile, r, block);
         std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
-        if (range.begin < range.end) soften(node.softcap, range, scores + r * kScoreStride, parts + r * part);
+        if (range.begin >= range.end) continue;
+        parts[r * part] = largest_score(node.softcap, range, scores + r * kScoreStride);
+        parts[r * part + 1] = soften(range, parts[r * part], scores + r * kScoreStride);
       }
       add_block<Isa, false>(context, tile, block, static_cast<const float*>(scratch + latent.values_at()),
                             latent.padded_outputs(), scores, parts);
