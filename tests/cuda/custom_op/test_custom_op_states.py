@@ -20,7 +20,7 @@ from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
     [
         (CONV, "width", None, "attribute width of kind i is required"),
         (CONV, "state_window", 65, "state_window is 65, expected 1 to 64"),
-        (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
+        (CONV, "width", 129, "width is 129, expected 2 to 128"),
         (CONV, "channels", 63, "channels is 63, the CUDA kernel takes even numbers"),
         (CONV, "activation", "tanh", 'activation is "tanh", the operator defines: none, silu'),
         (DELTA, "norm_epsilon", None, "attribute norm_epsilon of kind f is required"),

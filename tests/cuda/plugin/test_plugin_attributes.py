@@ -122,7 +122,7 @@ def test_sparse_attention(others):
     [
         (LINEAR, "op_version", 99, "op_version is 99, this library knows 1"),
         (LINEAR, "in_features", 500, "in_features is 500"),
-        (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
+        (CONV, "width", 129, "width is 129, expected 2 to 128"),
         (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
         (SPACE, "state_size", 96, "state_size is 96, the CUDA kernels take 64, 128 and 256"),
         (SPACE, "norm_size", 48, "norm_size is 48, expected whole heads of 32, and a divisor of all heads' 128"),

@@ -14,8 +14,10 @@ using DeltaKernel = void (*)(DeltaParams);
 template <typename T>
 int enqueue(const qm_conv& conv, const SequenceCall<qm_conv>& call, cudaStream_t stream, char* err) {
   constexpr ConvKernel kernels[] = {causal_conv<T, 2>, causal_conv<T, 3>, causal_conv<T, 4>};
+  constexpr ConvKernel steps[] = {causal_conv_step<T, 2>, causal_conv_step<T, 3>, causal_conv_step<T, 4>};
   const int64_t slot = call.batch * conv.channels * (conv.width - 1), live = (conv.state_window - 1) * slot;
   const ConvParams params{conv,
+                          static_cast<int>(call.batch),
                           static_cast<int>(call.tokens),
                           static_cast<int>(x_of(conv).size / 2),
                           static_cast<const T*>(call.x) + x_of(conv).offset,
@@ -27,12 +29,18 @@ int enqueue(const qm_conv& conv, const SequenceCall<qm_conv>& call, cudaStream_t
                           static_cast<T*>(call.present_conv) + live,
                           slot,
                           call.present_conv != call.past_conv};
-  const int pairs = conv.channels / 2;
+  const unsigned pairs = blocks_for(conv.channels / 2, kConvThreads), batch = static_cast<unsigned>(call.batch);
+  const dim3 grid(pairs, std::max(1u, blocks_for(call.tokens, kConvTokens)), batch);
   Launcher launcher{stream};
-  launcher.run(kernels[conv.width - kLeastConvWidth], params,
-               dim3(blocks_for(pairs, kConvThreads), std::max(1u, blocks_for(call.tokens, kConvTokens)),
-                    static_cast<unsigned>(call.batch)),
-               kConvThreads, 0, true);
+  if (conv.width > kMostKeptConvWidth) {
+    launcher.run(causal_conv_wide<T>, params, grid, kConvThreads, 0, true);
+    launcher.run(causal_conv_keep<T>, params, dim3(pairs, 1, batch), kConvThreads, 0, true);
+  } else if (call.tokens == 1) {
+    launcher.run(steps[conv.width - kLeastConvWidth], params, dim3(pairs, blocks_for(batch, kConvRows)), kConvThreads,
+                 0, true);
+  } else {
+    launcher.run(kernels[conv.width - kLeastConvWidth], params, grid, kConvThreads, 0, true);
+  }
   return report(launcher.error, err);
 }
 

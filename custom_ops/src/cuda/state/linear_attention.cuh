@@ -24,7 +24,7 @@ namespace quantmoe {
 // before it. apart: present is not past's memory, so what is of no token becomes zero.
 struct ConvParams {
   qm_conv conv;
-  int tokens, x_words;  // x_words: of two features, of a row of x
+  int batch, tokens, x_words;  // x_words: of two features, of a row of x
   const void* x;
   const float *weight, *bias;
   const void* past;
@@ -49,32 +49,58 @@ struct DeltaParams {
   int tail;  // so many tokens at the end of a row are a launch's own, whose past is what the launches before it made
 };
 
+// Of two channels that lie beside each other: their weights, and their states, the first channel's W - 1 inputs before
+// the second one's.
+template <int W>
+struct alignas(W % 2 ? 8 : 16) ConvWeights {
+  float x[2][W];
+};
+template <int W>
+struct ConvState {
+  uint32_t words[W - 1];
+  // Both channels' input j, the first one's in the low half. No index that is known late: words are registers.
+  __device__ uint32_t input(int j) const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < W - 1; ++i)
+      if (i == j) found = half_of(i) | half_of(W - 1 + i) << 16;
+    return found;
+  }
+  __device__ void keep(int j, uint32_t both) { put_half(j, both & 0xffff), put_half(W - 1 + j, both >> 16); }
+
+ private:
+  __device__ uint32_t half_of(int i) const { return words[i / 2] >> i % 2 * 16 & 0xffff; }
+  __device__ void put_half(int i, uint32_t half) {
+    words[i / 2] = i % 2 ? words[i / 2] & 0xffff | half << 16 : words[i / 2] & 0xffff0000 | half;
+  }
+};
+
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory. One long function: weights, the last inputs and
 // the state to be written are the same registers.
 template <typename T, int W>
-__global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constant__ ConvParams params) {
+__global__ void __launch_bounds__(kConvThreads, 8) causal_conv(const __grid_constant__ ConvParams params) {
   launch_dependents();
   const int channels = params.conv.channels, channel = (blockIdx.x * kConvThreads + threadIdx.x) * 2,
             batch_row = blockIdx.z;
-  float2 weight[W], bias{};
+  ConvWeights<W> weight{};
+  float2 bias{};
   if (channel < channels) {
-#pragma unroll
-    for (int j = 0; j < W; ++j)
-      weight[j] = make_float2(params.weight[channel * W + j], params.weight[(channel + 1) * W + j]);
+    weight = reinterpret_cast<const ConvWeights<W>*>(params.weight)[channel / 2];
     if (params.bias) bias = make_float2(params.bias[channel], params.bias[channel + 1]);
   }
   wait_for_previous();
   if (channel >= channels) return;
   const int first = blockIdx.y * kConvTokens;
-  const int64_t state = (static_cast<int64_t>(batch_row) * channels + channel) * (W - 1);
-  if (params.tokens <= kFewConvTokens) {  // what most likely is read, asked for before `rows` says so
+  const int64_t state = (static_cast<int64_t>(batch_row) * channels + channel) * (W - 1) / 2;
+  ConvState<W> before{};  // the inputs before the first token
+  if (first == 0)
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) before.words[j] = static_cast<const uint32_t*>(params.past)[state + j];
+  if (params.tokens <= kFewConvTokens)  // what most likely is read, asked for before `rows` says so
     for (int t = 0; t < params.tokens; ++t)
       touch(static_cast<const uint32_t*>(params.x) +
             (static_cast<int64_t>(batch_row) * params.tokens + t) * params.x_words + channel / 2);
-    touch(static_cast<const uint16_t*>(params.past) + state);
-    touch(static_cast<const uint16_t*>(params.past) + state + 2 * (W - 1) - 1);
-  }
   const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
   const auto word = [&](int token) {
     return (static_cast<int64_t>(batch_row) * params.tokens + token) * channels / 2 + channel / 2;
@@ -85,31 +111,33 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constan
   for (int t = first; t < min(first + kConvTokens, params.tokens); ++t)
     if (!row.has(t)) y[word(t)] = none;
   if (!row.valid) return;
+  if (!row.from_past && row.count) before = {};
 
-  const uint16_t* past = static_cast<const uint16_t*>(params.past) + state;
-  uint16_t* present = static_cast<uint16_t*>(params.present) + state;
+  uint32_t* present = static_cast<uint32_t*>(params.present) + state;
   // Of both channels the input of a token, counted from the first that counts; before it is the state.
   const auto input = [&](int token) -> uint32_t {
-    if (token >= 0)
-      return x[(static_cast<int64_t>(batch_row) * params.tokens + row.begin + token) * params.x_words + channel / 2];
-    const int j = token + W - 1;
-    return row.from_past ? past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16 : 0;
+    if (token < 0) return before.input(token + W - 1);
+    return x[(static_cast<int64_t>(batch_row) * params.tokens + row.begin + token) * params.x_words + channel / 2];
   };
-  uint32_t kept[W - 1];
-  if (blockIdx.y == 0)
+  const auto store = [&](int back, const ConvState<W>& kept) {
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) present[j - back * params.slot / 2] = kept.words[j];
+  };
+  // The state after the first `count` tokens.
+  const auto state_after = [&](int count) {
+    ConvState<W> kept{};
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) kept.keep(j, input(count - (W - 1) + j));
+    return kept;
+  };
+  ConvState<W> kept{};
+  if (blockIdx.y == 0) {
     for (int back = 1; back < params.conv.state_window; ++back) {
       if (back >= row.count && !params.apart) break;
-      uint16_t* to = present - back * params.slot;
-#pragma unroll
-      for (int j = 0; j < W - 1; ++j) {
-        const uint32_t of = back < row.count ? input(row.count - back - (W - 1) + j) : 0;
-        to[j] = of & 0xffff, to[W - 1 + j] = of >> 16;
-      }
+      store(back, back < row.count ? state_after(row.count - back) : ConvState<W>{});
     }
-  if (blockIdx.y == 0)
-#pragma unroll
-    for (int j = 0; j < W - 1; ++j)
-      kept[j] = row.count ? input(row.count - (W - 1) + j) : past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16;
+    kept = state_after(row.count);
+  }
   if (first < row.count) {
     float2 window[W];
 #pragma unroll
@@ -129,7 +157,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constan
         float2 sum = bias;
 #pragma unroll
         for (int j = 0; j < W; ++j)
-          sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
+          sum = make_float2(fmaf(weight.x[0][j], window[j].x, sum.x), fmaf(weight.x[1][j], window[j].y, sum.y));
         if (params.conv.activation == k_conv_activation_silu) sum = make_float2(silu(sum.x), silu(sum.y));
         y[word(row.begin + from + i)] = Half<T>::pack(sum.x, sum.y);
 #pragma unroll
@@ -137,9 +165,133 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constan
       }
     }
   }
-  if (blockIdx.y == 0)
+  if (blockIdx.y == 0) store(0, kept);
+}
+
+// One token of kConvRows rows: two channels a thread. All is asked for before the first is used.
+template <typename T, int W>
+__global__ void __launch_bounds__(kConvThreads) causal_conv_step(const __grid_constant__ ConvParams params) {
+  launch_dependents();
+  const int pairs = params.conv.channels / 2, pair = blockIdx.x * kConvThreads + threadIdx.x,
+            first_row = blockIdx.y * kConvRows, rows = min(kConvRows, params.batch - first_row);
+  ConvWeights<W> weight{};
+  float2 bias{};
+  if (pair < pairs) {
+    weight = reinterpret_cast<const ConvWeights<W>*>(params.weight)[pair];
+    if (params.bias) bias = make_float2(params.bias[2 * pair], params.bias[2 * pair + 1]);
+  }
+  wait_for_previous();
+  if (pair >= pairs) return;
+  const auto state_at = [&](int i) { return ((first_row + i) * static_cast<int64_t>(pairs) + pair) * (W - 1); };
+  ConvState<W> state[kConvRows];
+  uint32_t x[kConvRows];
+  TokenRow row[kConvRows];
 #pragma unroll
-    for (int j = 0; j < W - 1; ++j) present[j] = kept[j] & 0xffff, present[W - 1 + j] = kept[j] >> 16;
+  for (int i = 0; i < kConvRows; ++i) {
+    if (i >= rows) break;
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) state[i].words[j] = static_cast<const uint32_t*>(params.past)[state_at(i) + j];
+    x[i] = static_cast<const uint32_t*>(params.x)[static_cast<int64_t>(first_row + i) * params.x_words + pair];
+    row[i] = read_token_row(params.rows, first_row + i, 1);
+  }
+#pragma unroll
+  for (int i = 0; i < kConvRows; ++i) {
+    if (i >= rows) break;
+    uint32_t& y = static_cast<uint32_t*>(params.y)[(first_row + i) * static_cast<int64_t>(pairs) + pair];
+    if (!row[i].count) y = row[i].valid ? 0 : Half<T>::pack(not_a_number(), not_a_number());
+    if (!row[i].valid) continue;
+    if (row[i].count) {
+      const ConvState<W> before = row[i].from_past ? state[i] : ConvState<W>{};
+      float2 sum = bias;
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        const uint32_t both = j < W - 1 ? before.input(j) : x[i];
+        sum.x = fmaf(weight.x[0][j], Half<T>::low(both), sum.x);
+        sum.y = fmaf(weight.x[1][j], Half<T>::high(both), sum.y);
+        if (j) state[i].keep(j - 1, both);
+      }
+      if (params.conv.activation == k_conv_activation_silu) sum = make_float2(silu(sum.x), silu(sum.y));
+      y = Half<T>::pack(sum.x, sum.y);
+    }
+    uint32_t* present = static_cast<uint32_t*>(params.present) + state_at(i);
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) present[j] = state[i].words[j];
+    if (params.apart)
+      for (int back = 1; back < params.conv.state_window; ++back)
+#pragma unroll
+        for (int j = 0; j < W - 1; ++j) present[j - back * params.slot / 2] = 0;
+  }
+}
+
+// Wider convolutions: two channels a thread, of whose weights and state nothing stays in registers. The state is
+// causal_conv_keep's, which comes after.
+template <typename T>
+struct WideConv {
+  const ConvParams& params;
+  const TokenRow& row;
+  int batch_row, pair;
+
+  // Where the state begins that was `back` tokens before the last one's: the first channel's.
+  __device__ int64_t state_at(int back) const {
+    const int64_t pairs = params.conv.channels / 2;
+    return (batch_row * pairs + pair) * 2 * (params.conv.width - 1) - back * params.slot;
+  }
+  // Both channels' input of a token, counted from the first that counts; before it is the state.
+  __device__ uint32_t input(int token) const {
+    if (token >= 0) {
+      const int64_t at = static_cast<int64_t>(batch_row) * params.tokens + row.begin + token;
+      return static_cast<const uint32_t*>(params.x)[at * params.x_words + pair];
+    }
+    if (row.count && !row.from_past) return 0;
+    const int size = params.conv.width - 1;
+    const uint16_t* past = static_cast<const uint16_t*>(params.past) + state_at(0) + token + size;
+    return past[0] | static_cast<uint32_t>(past[size]) << 16;
+  }
+};
+template <typename T>
+__global__ void __launch_bounds__(kConvThreads) causal_conv_wide(const __grid_constant__ ConvParams params) {
+  launch_dependents();
+  wait_for_previous();
+  const int pairs = params.conv.channels / 2, pair = blockIdx.x * kConvThreads + threadIdx.x, batch_row = blockIdx.z,
+            width = params.conv.width;
+  if (pair >= pairs) return;
+  const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
+  const WideConv<T> conv{params, row, batch_row, pair};
+  const int first = blockIdx.y * kConvTokens;
+  for (int t = first; t < min(first + kConvTokens, params.tokens); ++t) {
+    uint32_t& y =
+        static_cast<uint32_t*>(params.y)[(static_cast<int64_t>(batch_row) * params.tokens + t) * pairs + pair];
+    if (!row.has(t)) {
+      y = row.valid ? 0 : Half<T>::pack(not_a_number(), not_a_number());
+      continue;
+    }
+    float2 sum = params.bias ? make_float2(params.bias[2 * pair], params.bias[2 * pair + 1]) : float2{};
+    for (int j = 0; j < width; ++j) {
+      const uint32_t both = conv.input(t - row.begin - (width - 1) + j);
+      const float* weight = params.weight + 2 * pair * width + j;
+      sum = make_float2(fmaf(weight[0], Half<T>::low(both), sum.x), fmaf(weight[width], Half<T>::high(both), sum.y));
+    }
+    if (params.conv.activation == k_conv_activation_silu) sum = make_float2(silu(sum.x), silu(sum.y));
+    y = Half<T>::pack(sum.x, sum.y);
+  }
+}
+// The states that a call leaves. In place a value moves to a place before its own, which is read by then.
+template <typename T>
+__global__ void __launch_bounds__(kConvThreads) causal_conv_keep(const __grid_constant__ ConvParams params) {
+  launch_dependents();
+  wait_for_previous();
+  const int pair = blockIdx.x * kConvThreads + threadIdx.x, batch_row = blockIdx.z, size = params.conv.width - 1;
+  const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
+  if (pair >= params.conv.channels / 2 || !row.valid) return;
+  const WideConv<T> conv{params, row, batch_row, pair};
+  for (int back = params.conv.state_window - 1; back >= 0; --back) {
+    if (back && back >= row.count && !params.apart) continue;
+    uint16_t* to = static_cast<uint16_t*>(params.present) + conv.state_at(back);
+    for (int j = 0; j < size; ++j) {
+      const uint32_t both = back && back >= row.count ? 0 : conv.input(row.count - back - size + j);
+      to[j] = both & 0xffff, to[size + j] = both >> 16;
+    }
+  }
 }
 
 // A token's operands as all columns read them.

@@ -4,11 +4,12 @@
 
 namespace quantmoe {
 
-constexpr int kConvThreads = 128;  // each has two channels
-constexpr int kConvTokens = 16;    // of a block; at least the widest convolution
-constexpr int kConvAhead = 8;      // whose inputs are asked for at once
-constexpr int kFewConvTokens = 8;  // of a call whose reads are asked for at once
-constexpr int kLeastConvWidth = 2, kMostConvWidth = 4;
+constexpr int kConvThreads = 128;                           // each has two channels
+constexpr int kConvTokens = 16;                             // of a block; at least kMostKeptConvWidth
+constexpr int kConvAhead = 8;                               // whose inputs are asked for at once
+constexpr int kFewConvTokens = 8;                           // of a call whose reads are asked for at once
+constexpr int kConvRows = 4;                                // of a block, where each has one token
+constexpr int kLeastConvWidth = 2, kMostKeptConvWidth = 4;  // kept: in registers
 
 constexpr int kDeltaParts = 4;              // lanes that share a column of a state, a quarter of its rows each
 constexpr int kFewDeltaTokens = 8;          // up to which one kernel does all

@@ -48,9 +48,6 @@ int plan_conv(const void* node, const qm_cuda_call& call, const qm_cuda_device&,
   if (conv.x_size % 2 || conv.x_offset % 2)
     return fail(err, QM_UNSUPPORTED, "x_size is %d and x_offset %d, the CUDA kernel takes even numbers", conv.x_size,
                 conv.x_offset);
-  if (conv.width < kLeastConvWidth || conv.width > kMostConvWidth)
-    return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", conv.width, kLeastConvWidth,
-                kMostConvWidth);
   Size size;
   return read_size("x", call.inputs[CausalConv_x], call.inputs[CausalConv_x].shape.sizes[1] / kConvTokens, size, err);
 }
