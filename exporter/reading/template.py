@@ -84,6 +84,8 @@ class Template:
         self.path, self.names = path, names
         #: how replies are written
         self.format = reply_format(text + (tool_use or ""))
+        #: whether it knows the role ``developer``; others drop such messages, or write the name as it stands
+        self.knows_developer = "developer" in text
         try:
             self._template = environment.from_string(text)
             self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)

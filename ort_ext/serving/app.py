@@ -168,10 +168,11 @@ class Server:
 
     async def chat(self, ask: AskChat, http: HttpRequest) -> Response:
         """Answer a request to /v1/chat/completions."""
-        if self.text.template is None:
+        if (template := self.text.template) is None:
             raise Refused(400, f"{self.name} has no chat template; use /v1/completions", "messages")
         with _refusing("messages"):
-            arguments, messages = ask.arguments(), [message.given() for message in ask.messages]
+            arguments = ask.arguments()
+            messages = [message.given(template.knows_developer) for message in ask.messages]
             ids = await _apart(self.text.encode, messages, (), arguments)
         kind = partial(ChatAnswers, parser=partial(self.text.parser, ids, arguments))
         return await self._answer(ask, http, [ids], kind, arguments)

@@ -151,11 +151,12 @@ class Message(Options):
             raise ValueError("a message without tool_calls needs a content")
         return self
 
-    def given(self) -> dict[str, Any]:
-        """Return it as chat templates take it."""
+    def given(self, knows_developer: bool) -> dict[str, Any]:
+        """Return it as chat templates take it. Where they do not know developers, a developer's is the system's."""
         parts = isinstance(self.content, list)
         content = "".join(part.text for part in self.content) if parts else self.content  # type: ignore[union-attr]
-        return self.model_dump(exclude_none=True) | {"content": content}
+        role = "system" if self.role == "developer" and not knows_developer else self.role
+        return self.model_dump(exclude_none=True) | {"role": role, "content": content}
 
 
 class Function(Options):

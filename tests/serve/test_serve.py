@@ -37,6 +37,7 @@ from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.serving.app import BODY, Server, application
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.protocol import Message
 from quantmoe.serving.scheduler import Event, Request
 from quantmoe.serving.served_model import ServedModel
 
@@ -270,6 +271,14 @@ def saying(server: Server, text: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantmoe.serving.choosing.Sampler", Said)
         yield
+
+
+def test_a_developers_message(served: tuple[Server, int]) -> None:
+    """It is the system's where the template knows no developer, which would drop it."""
+    template = served[0].text.template
+    assert template is not None
+    message = Message(role="developer", content="Be kind.")
+    assert [message.given(knows)["role"] for knows in (template.knows_developer, True)] == ["system", "developer"]
 
 
 def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) -> None:
