@@ -19,6 +19,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.graph import model, trace
 from quantmoe.exporter.graph.experts import experts_forward
 from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.modules.rotations import Rotate
 from quantmoe.exporter.graph.passes.repeated_layers import RepeatError
 from quantmoe.exporter.graph.put_nodes import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
@@ -134,11 +135,13 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
         )
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
+        monkeypatch.setattr(module, "rotate", Rotate(None, torch.float32, library=True), raising=False)
         monkeypatch.setattr(module, "forward", experts_forward.__get__(module))
     for node in graph:
         if node.op_type == "QuantLinear":
             tensor = node.inputs[1].const_value
-            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])), torch.float32)
+            spec = LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"]))
+            linear = PackedLinear(spec, torch.float32, Rotate(None, torch.float32, library=True))
             linear.w = torch.from_numpy(np.array(tensor.numpy()))
             rows = json.loads(tensor.metadata_props.get("rows", "{}"))
             for i, name in enumerate(rows or [tensor.metadata_props["module"]]):
