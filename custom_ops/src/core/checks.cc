@@ -12,13 +12,12 @@ int check_activation(const qm_moe& moe, char* err) {
     return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step &&
            activation != k_activation_swiglu_clamp && activation != k_activation_swiglu_tanh;
   };
-  if (moe.activation == k_activation_swiglu_tanh) {
-    QM_TRY(check_positive("swiglu_alpha", moe.swiglu_alpha, err));
-    QM_TRY(check_positive("swiglu_limit", moe.swiglu_limit, err));
-  }
-  if (moe.gated || ungated(moe.activation)) return QM_OK;
-  return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
-              enum_name("activation", moe.activation), enum_names("activation", ungated).c_str());
+  if (!moe.gated && !ungated(moe.activation))
+    return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
+                enum_name("activation", moe.activation), enum_names("activation", ungated).c_str());
+  if (moe.activation != k_activation_swiglu_tanh) return QM_OK;
+  QM_TRY(check_positive("swiglu_alpha", moe.swiglu_alpha, err));
+  return check_positive("swiglu_limit", moe.swiglu_limit, err);
 }
 
 int check_marlin_layer(const qm_projection& w13, const qm_projection& w2, char* err) {
