@@ -225,7 +225,6 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_step(const __grid_co
 
 // Wider convolutions: two channels a thread, of whose weights and state nothing stays in registers. The state is
 // causal_conv_keep's, which comes after.
-template <typename T>
 struct WideConv {
   const ConvParams& params;
   const TokenRow& row;
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_wide(const __grid_co
             width = params.conv.width;
   if (pair >= pairs) return;
   const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
-  const WideConv<T> conv{params, row, batch_row, pair};
+  const WideConv conv{params, row, batch_row, pair};
   const int first = blockIdx.y * kConvTokens;
   for (int t = first; t < min(first + kConvTokens, params.tokens); ++t) {
     uint32_t& y =
@@ -283,7 +282,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_keep(const __grid_co
   const int pair = blockIdx.x * kConvThreads + threadIdx.x, batch_row = blockIdx.z, size = params.conv.width - 1;
   const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
   if (pair >= params.conv.channels / 2 || !row.valid) return;
-  const WideConv<T> conv{params, row, batch_row, pair};
+  const WideConv conv{params, row, batch_row, pair};
   for (int back = params.conv.state_window - 1; back >= 0; --back) {
     if (back && back >= row.count && !params.apart) continue;
     uint16_t* to = static_cast<uint16_t*>(params.present) + conv.state_at(back);
