@@ -51,7 +51,7 @@ MAX_HEADER = 100_000_000
 MAX_VALUES = 4_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """The place of a tensor."""
 
@@ -120,7 +120,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         want = prod(shape) * DTYPES[dtype].itemsize
         if end - begin != want:
             fail(f"{name}: data_offsets {offsets} span {end - begin} bytes; {dtype} {shape} takes {want}")
-        entries[name] = Entry(path, dtype, tuple(shape), data + begin, name)
+        entries[name] = Entry(shard=path, dtype=dtype, shape=tuple(shape), begin=data + begin, name=name)
         spans.append((begin, end, name))
     covered = 0
     for begin, end, name in sorted(spans):

@@ -30,6 +30,7 @@ def choose_caches(
     ckpt: Checkpoint,
     wanted: str,
     specs: Mapping[str, AttentionSpec],
+    *,
     plain: Mapping[str, str],
     sources: Mapping[str, str],
     refusal: Callable[[AttentionSpec], str],

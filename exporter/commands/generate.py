@@ -42,6 +42,7 @@ def generate(
     context: typer.Context,
     outdir: Model,
     prompt: Annotated[str | None, panel_option("Prompt", "answer this text", "--prompt", "-p", metavar="TEXT")] = None,
+    *,
     file: Annotated[
         Path | None, panel_option("Prompt", "answer the text in this file", "--file", "-f", metavar="FILE")
     ] = None,
@@ -206,9 +207,10 @@ def generate(
         )
     shown = own is None and ids is None and messages is None and sys.stdout.isatty()
     most = max_new_tokens or (sys.maxsize if shown else NEW_TOKENS)
-    make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
-                   speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   reserve=reserve, misses=misses, trace=record, warm=warm, group=group)  # fmt: skip
+    make = partial(Generator, outdir, threads=threads, prefault=prefault, chunk=chunk, device=device,
+                   cuda_graph=cuda_graph, speculate=speculate, drafts=drafts, experts=experts, ram=ram,
+                   gpu_memory=gpu_memory, reserve=reserve, misses=misses, trace=record, warm=warm,
+                   group=group)  # fmt: skip
 
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
         """Return a generator for texts of ``length`` tokens, if that is known."""
@@ -233,7 +235,7 @@ def generate(
         tell, kept = _used(load_state, cache), cache.keep(ids)
         tell(kept)
         with progress("reading the prompt", TokensColumn()) as cache.progress:
-            found = model.generate(ids[kept:], most, stop_tokens(folder), sampling, cache)
+            found = model.generate(ids[kept:], most, stop_tokens(folder), sampling=sampling, cache=cache)
         print(",".join(map(str, found.tokens)))
         _tell_end(found, most, model.context)
         end(model, cache)

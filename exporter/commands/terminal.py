@@ -70,7 +70,7 @@ def ended_by_signals(interrupt: Callable[[], Any]) -> Iterator[None]:
     run, and then Python's handler raises as always.
     """
     read, write = socket.socketpair()
-    write.setblocking(False)
+    write.settimeout(0)
 
     def watch() -> None:
         while numbers := read.recv(64):

@@ -5,7 +5,7 @@ A format is recognized by its marks in the chat template, which renders earlier 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 #: an object that begins with the function's name; its arguments follow
 _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
@@ -36,6 +36,7 @@ class ReplyFormat:
     name: str
     models: str = ""
     marks: tuple[str, ...] = ()
+    _: KW_ONLY
     call: str = ""
     parameter: str = ""
     value_end: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
+    _: KW_ONLY
     seed: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -123,7 +124,7 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         """Return whether it changes logits before a token is chosen."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed, self.min_p) != self
+        return Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed, min_p=self.min_p) != self
 
 
 def _is(kind: type, value: Any) -> bool:

@@ -20,7 +20,7 @@ _PAGE = 4096
 _TOKENS = 200  # of a simulation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """The place of weights in a memory, in bytes, and what a token reads after ``context`` others.
 
@@ -85,6 +85,7 @@ def fit(
     found: Mapping[str, Any],
     memory: int,
     context: int,
+    *,
     trace: Trace | None = None,
     rates: Sequence[float | None] = (),
     ram: int | None = None,

@@ -80,7 +80,7 @@ def survey(path: str | Path) -> dict[str, Any]:
     for name, target in TARGETS.items() if not reason else ():
         try:
             nodes = choose_experts(
-                format.with_widths(target.own_widths), target.layout, target.default_activations, "exact"
+                format.with_widths(target.own_widths), target.layout, target.default_activations, scales="exact"
             )
             if not target.library:
                 check_floats(format, nodes)  # of the graph that it has by default

@@ -345,7 +345,9 @@ class Checkpoint:
         found: dict[str, Entry] = {}
         for part, count in counts.items():
             shape = (count, *entry.shape[1:])
-            found[f"{parent}.{part}.{leaf}"] = Entry(entry.shard, entry.dtype, shape, begin, entry.name)
+            found[f"{parent}.{part}.{leaf}"] = Entry(
+                shard=entry.shard, dtype=entry.dtype, shape=shape, begin=begin, name=entry.name
+            )
             begin += count * size
         return found
 

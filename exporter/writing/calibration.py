@@ -110,7 +110,7 @@ def weigh(
         folder / CALIBRATION, f"{export_id(ready.format.ckpt, Options(layers=options.layers))} {text.hexdigest()}"
     )
     found = calibrate(
-        open_format(checkpoint, "none", None, "float"),
+        open_format(checkpoint, "none", None, activations="float"),
         windows,
         options.layers,
         lambda done, total: progress("calibrating", done, total),

@@ -128,7 +128,10 @@ def write(
         with doing(str(checkpoint)):
             number = export_id(open_checkpoint(checkpoint), options)
         slices = [part and replace(part, export_id=number) for part in slices]
-    reports = [_export(checkpoint, *pair, options, force, progress) for pair in zip(folders, slices, strict=True)]
+    reports = [
+        _export(checkpoint, folder, part, options=options, force=force, progress=progress)
+        for folder, part in zip(folders, slices, strict=True)
+    ]
     for folder in stale:
         remove(folder)
     return reports[0]
@@ -138,6 +141,7 @@ def _export(
     checkpoint: str | Path,
     output: Path,
     part_of: Slice | None,
+    *,
     options: Options,
     force: bool,
     progress: Callable[[str, int, int], None],
@@ -280,7 +284,14 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options, pa
         skeleton = ready.parts[0].skeleton
         if ready.whole is not None and skeleton.vision is not None:
             names = VISION_MODEL, EMBEDDINGS_MODEL
-            add_vision(found, skeleton.vision.NAME, skeleton.embedding_width, ready.whole, PROCESSOR, names)
+            add_vision(
+                found,
+                skeleton.vision.NAME,
+                skeleton.embedding_width,
+                model=ready.whole,
+                processor=PROCESSOR,
+                filenames=names,
+            )
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")
         partial(GENAI).write_text(json.dumps(found, indent=2), encoding="utf-8")
     except KeyError as error:

@@ -242,7 +242,7 @@ def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def add_vision(
-    config: dict[str, Any], name: str, width: int, model: Any, processor: str, filenames: tuple[str, str]
+    config: dict[str, Any], name: str, width: int, *, model: Any, processor: str, filenames: tuple[str, str]
 ) -> None:
     """Add a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
 

@@ -33,7 +33,7 @@ SEARCHING = 6.9e6
 BASE_MEMORY = 0.8e9
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DryRun:
     """The result of :func:`plan`.
 
@@ -156,10 +156,10 @@ def plan(
     experts, cores, text = sum(size for _, _, size in found.values()), native.cpus(), cost(ready, wanted)
     writing = (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores
     return DryRun(
-        found,
-        report.shared,
-        report.apart,
-        linears,
+        layers=found,
+        shared=report.shared,
+        apart=report.apart,
+        linears=linears,
         read=format.ckpt.size,
         packed=experts,
         dense=others,

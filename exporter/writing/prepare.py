@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Report:
     """The summary of an export.
 
@@ -113,7 +113,7 @@ class Report:
     tokenizer: str = ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Part:
     """One graph of an export: the model, or what drafts for it.
 
@@ -152,7 +152,7 @@ class Beside:
     weights: list[Weight] = dataclasses.field(init=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The facts that are known before the trace.
 
@@ -188,7 +188,12 @@ def prepare(
     """
     progress("reading", 0, 1)
     format = open_format(
-        checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric, options.eagle3
+        checkpoint,
+        options.quantize,
+        options.group_size,
+        activations=options.wanted,
+        symmetric=options.symmetric,
+        eagle3=options.eagle3,
     )
     if part is not None and options.expert_map is not None:
         routed = {layer.index: layer.num_experts for layer in moe_layers(format)}
@@ -197,7 +202,14 @@ def prepare(
     formats, layout = formats_of(format, options.drafter), options.layout
     floats = options.graph_type if options.facts.own_floats else None
     experts = [
-        choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers, floats)
+        choose_experts(
+            one,
+            layout,
+            options.wanted,
+            scales=options.scales,
+            layers=None if one.part else options.layers,
+            floats=floats,
+        )
         for one in formats
     ]
 
@@ -211,8 +223,21 @@ def prepare(
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.kept_states)
-        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.facts, window, family)
-        chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
+        skeleton = Skeleton(
+            one,
+            options.graph_type,
+            layers,
+            lm_head=options.lm_head,
+            target=options.facts,
+            state_window=window,
+            vision=family,
+        )
+        chosen.append(
+            (
+                skeleton,
+                choose(skeleton, nodes, layout, activations=options.wanted, scales=options.scales, dense=options.dense),
+            )
+        )
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
         if options.browser == "webgpu":
@@ -230,10 +255,12 @@ def prepare(
     parts = []
     for skeleton, choice in chosen:
         rows = put_first_nodes(skeleton, choice, options.facts)
-        attends = attention_of(skeleton, choice, rows, options.facts, options.cache, options.paged)
-        parts.append(Part(skeleton, choice, attends))
+        attends = attention_of(skeleton, choice, rows, target=options.facts, cache=options.cache, paged=options.paged)
+        parts.append(Part(skeleton=skeleton, chosen=choice, attention=attends))
     if family is None or tower is None:
-        return Prepared(format, parts, [], _report(parts, [], options, no_turns), ends, turns)
+        return Prepared(
+            format=format, parts=parts, beside=[], report=_report(parts, [], options, no_turns), ends=ends, turns=turns
+        )
     from quantmoe.exporter.graph.config import whole
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
@@ -242,7 +269,15 @@ def prepare(
         Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
         Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id, family.parts(config))),
     ]
-    return Prepared(format, parts, beside, _report(parts, beside, options, no_turns), ends, turns, config)
+    return Prepared(
+        format=format,
+        parts=parts,
+        beside=beside,
+        report=_report(parts, beside, options, no_turns),
+        ends=ends,
+        turns=turns,
+        whole=config,
+    )
 
 
 def _vision(format: Format) -> tuple[ModuleType, Format]:
@@ -325,6 +360,7 @@ def open_format(
     checkpoint: str | Path,
     quantize: str | None,
     group_size: int | None,
+    *,
     activations: str | None = None,
     symmetric: bool = False,
     eagle3: str | Path | None = None,
@@ -364,7 +400,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
 def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, no_turns: str) -> Report:
     """Return what is known before the tracing; no_turns: why the chat template has none."""
     format = parts[0].skeleton.format
-    report = Report(format.name, {}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
+    report = Report(format=format.name, layers={}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
     if reason := format.ckpt.no_tokenizer:
         report.tokenizer = f"no tokenizer.json: {reason}; the model takes token ids: quantmoe generate --ids 1,2,3"

@@ -46,6 +46,7 @@ class Batch(Iterator[tuple[int, int]]):
         model: OpenedModel,
         rooms: Rooms,
         prompts: Iterable[Iterable[int]],
+        *,
         max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling | None,

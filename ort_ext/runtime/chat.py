@@ -249,7 +249,12 @@ class Chat:
             ModelError: the template refuses the messages, Generator.stream fails, or the next reply was begun.
         """
         return self._answer(
-            message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: [piece] if piece else []
+            message,
+            max_new_tokens,
+            stop,
+            sampling=sampling,
+            grammar=grammar,
+            give=lambda piece, deltas: [piece] if piece else [],
         )
 
     def deltas(
@@ -264,7 +269,9 @@ class Chat:
 
         Arguments and errors are :meth:`reply`'s.
         """
-        return self._answer(message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: deltas)
+        return self._answer(
+            message, max_new_tokens, stop, sampling=sampling, grammar=grammar, give=lambda piece, deltas: deltas
+        )
 
     def clear(self) -> None:
         """Begin a new conversation. System prompts stay."""
@@ -311,6 +318,7 @@ class Chat:
         message: str | Sequence[dict[str, Any]],
         max_new_tokens: int,
         stop: Sequence[str],
+        *,
         sampling: Sampling | None,
         grammar: Grammar | None,
         give: Callable[[str, list[Delta]], list[T]],
@@ -321,7 +329,9 @@ class Chat:
         need_count("max_new_tokens", max_new_tokens)
         with self.cache.gate:
             self._end_answer()
-            pieces = _Pieces(self.cache.gate, self._begin(added, max_new_tokens, stop, sampling, grammar, give))
+            pieces = _Pieces(
+                self.cache.gate, self._begin(added, max_new_tokens, stop, sampling=sampling, grammar=grammar, give=give)
+            )
             self._answering = weakref.ref(pieces)
             return pieces
 
@@ -336,6 +346,7 @@ class Chat:
         added: Sequence[dict[str, Any]],
         max_new_tokens: int,
         stop: Sequence[str],
+        *,
         sampling: Sampling | None,
         grammar: Grammar | None,
         give: Callable[[str, list[Delta]], list[T]],
@@ -351,16 +362,22 @@ class Chat:
             grammar = calls
         rule = None if grammar is None else own.constraint(grammar, ids, self.model.vocabulary)
         self.last = found = self.model.stream(
-            ids[self.kept :], max_new_tokens, own.stop, sampling or self.sampling, self.cache, constraint=rule
+            ids[self.kept :],
+            max_new_tokens,
+            own.stop,
+            sampling=sampling or self.sampling,
+            cache=self.cache,
+            constraint=rule,
         )
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
-        return self._pieces(asked, ids, rendered, found, text, give)
+        return self._pieces(asked, ids, rendered, found=found, text=text, give=give)
 
     def _pieces(
         self,
         asked: list[dict[str, Any]],
         ids: list[int],
         rendered: str,
+        *,
         found: Generated,
         text: TextStream,
         give: Callable[[str, list[Delta]], list[T]],
@@ -485,6 +502,7 @@ def answers(
     model: Generator,
     text: Text,
     prompts: Sequence[Sequence[int]],
+    *,
     max_new_tokens: int = 512,
     stop: Sequence[str] = (),
     sampling: Sampling | None = None,

@@ -60,7 +60,7 @@ def wait() -> None:
     checked(library().qm_cuda_wait, _PTR(stream()))
 
 
-def copy(to: int, source: int, width: int, height: int = 1, to_pitch: int = 0, pitch: int = 0) -> None:
+def copy(to: int, source: int, width: int, *, height: int = 1, to_pitch: int = 0, pitch: int = 0) -> None:
     """Start a copy between addresses of the GPU's memory or the host's.
 
     Args:

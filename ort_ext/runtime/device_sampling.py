@@ -73,6 +73,7 @@ class Choice:
         texts: Sequence[Sequence[int]],
         longest: int,
         vocabulary: int,
+        *,
         dtype: np.dtype,
         sampling: Sampling | None,
         constraints: Sequence[Constraint | None] = (),
@@ -81,10 +82,20 @@ class Choice:
         how = sampling or Sampling(temperature=0)
         batch = len(texts)
         self._problem = Problem(
-            _TYPES[dtype], batch, vocabulary, min(how.top_k, vocabulary), how.no_repeat_ngram_size,
-            how.temperature, how.top_p, how.min_p,
-            how.repetition_penalty, how.presence_penalty, how.frequency_penalty, 0, longest, 0, -1,
-        )  # fmt: skip
+            type=_TYPES[dtype],
+            batch=batch,
+            vocabulary=vocabulary,
+            top_k=min(how.top_k, vocabulary),
+            ngram=how.no_repeat_ngram_size,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            min_p=how.min_p,
+            repetition=how.repetition_penalty,
+            presence=how.presence_penalty,
+            frequency=how.frequency_penalty,
+            longest=longest,
+            column_before=-1,
+        )
         self._random = [np.random.Generator(np.random.PCG64(how.seed)) for _ in texts if how.temperature]
         wait()  # what a choice or a run before still reads or writes may be taken from here on
         self._constraints = {row: rule for row, rule in enumerate(constraints) if rule is not None}

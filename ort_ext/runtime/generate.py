@@ -64,6 +64,7 @@ class Generated(Iterator[int]):
         steps: Iterator[tuple[int, np.ndarray]],
         cache: Cache,
         prompt: int,
+        *,
         most: int,
         stop: Sequence[int],
         logits: bool = False,
@@ -163,6 +164,7 @@ class Generator(OpenedModel):
         self,
         path: str | Path,
         threads: int = 0,
+        *,
         prefault: bool = False,
         chunk: int | None = None,
         capacity: int | None = None,
@@ -245,12 +247,12 @@ class Generator(OpenedModel):
                 raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
             check_recorded(self.path, metadata, path)
             asked = cuda_graph if self.cuda_graph else False
-            self.head = Generator(path, threads, prefault, self.chunk, device=device, cuda_graph=asked)
+            self.head = Generator(path, threads, prefault=prefault, chunk=self.chunk, device=device, cuda_graph=asked)
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
         elif other is not None:
             asked = cuda_graph if self.cuda_graph else False
-            self.head = _Drafting(other, threads, prefault, device=device, cuda_graph=asked)
+            self.head = _Drafting(other, threads, prefault=prefault, device=device, cuda_graph=asked)
 
     def __enter__(self) -> Generator:
         return self
@@ -346,6 +348,7 @@ class Generator(OpenedModel):
         ids: Iterable[int],
         max_new_tokens: int = 512,
         stop: Iterable[int] = (),
+        *,
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
@@ -371,13 +374,16 @@ class Generator(OpenedModel):
         """
         self._check_kind()
         with contextlib.nullcontext() if cache is None else self._need_cache(cache).gate:
-            return self._stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
+            return self._stream(
+                ids, max_new_tokens, stop, sampling=sampling, cache=cache, logits=logits, constraint=constraint
+            )
 
     def _stream(
         self,
         ids: Iterable[int],
         max_new_tokens: int,
         stop: Iterable[int],
+        *,
         sampling: Sampling | None,
         cache: Cache | None,
         logits: bool,
@@ -395,33 +401,38 @@ class Generator(OpenedModel):
             choice = self.in_turn(lambda: self.choose([text], longest, sampling, [constraint]))
             steps = self._steps_there(ids, count, stop, choice, cache)
             cache.generation = weakref.ref(steps)
-            return Generated(steps, cache, len(ids), count, stop)
+            return Generated(steps, cache, len(ids), most=count, stop=stop)
         sample = self.sampler(sampling, [*cache.tokens, *ids])
         if constraint is not None:
             sample = constraint.sampler(sample)
         if self.speculate is None:
-            return Generated(self._steps(ids, count, stop, sample, cache), cache, len(ids), count, stop, logits)
+            return Generated(
+                self._steps(ids, count, stop, sample, cache), cache, len(ids), most=count, stop=stop, logits=logits
+            )
         draft: Lookup | Head | OtherModel = Lookup()
         if self.head is not None:
             cache.drafting = drafting = cache.drafting or self.head.cache()
             draft = Head(drafting) if self.speculate == "mtp" else OtherModel(drafting, self.vocabulary or sys.maxsize)
         speculation = Speculation(draft, self.drafts)
-        drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
+        drafted = speculation.steps(cache, ids, count, stop=stop, sample=sample, constraint=constraint)
         cache.generation = weakref.ref(drafted)
-        return Generated(drafted, cache, len(ids), count, stop, logits, speculation)
+        return Generated(drafted, cache, len(ids), most=count, stop=stop, logits=logits, speculation=speculation)
 
     def generate(
         self,
         ids: Iterable[int],
         max_new_tokens: int = 512,
         stop: Iterable[int] = (),
+        *,
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
         constraint: Constraint | None = None,
     ) -> Generated:
         """Return :meth:`stream`'s tokens, all at once."""
-        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
+        found = self.stream(
+            ids, max_new_tokens, stop, sampling=sampling, cache=cache, logits=logits, constraint=constraint
+        )
         for _ in found:
             pass
         return found
@@ -454,7 +465,15 @@ class Generator(OpenedModel):
         """
         self._check_kind()
         need_count("max_new_tokens", max_new_tokens)
-        return Batch(self, self.rooms, prompts, max_new_tokens, token_ids("stop", stop), sampling, constraints)
+        return Batch(
+            self,
+            self.rooms,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop=token_ids("stop", stop),
+            sampling=sampling,
+            constraints=constraints,
+        )
 
     def generate_batch(
         self,

@@ -76,6 +76,7 @@ class OpenedModel:
         path: Path,
         device: Literal["cpu", "cuda"],
         threads: int,
+        *,
         prefault: bool,
         chunk: int | None,
         capacity: int | None,
@@ -482,7 +483,9 @@ class OpenedModel:
         """
         assert self.choice is not None
         assert self.vocabulary is not None  # where caches are shared
-        return self.choice(texts, longest, self.vocabulary, self._logits, sampling, constraints)
+        return self.choice(
+            texts, longest, self.vocabulary, dtype=self._logits, sampling=sampling, constraints=constraints
+        )
 
     def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
         """Return logits after checking that they are finite; ``length`` is for the message.

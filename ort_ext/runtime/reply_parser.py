@@ -25,7 +25,7 @@ from quantmoe.exporter.folder.reply_formats import ReplyFormat
 _LETTERS, _ID = string.ascii_letters + string.digits, 9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Delta:
     """More of a reply: of its reasoning, its content, or its call number ``call``.
 

@@ -160,6 +160,7 @@ class Speculation:
         cache: Cache,
         ids: list[int],
         count: int,
+        *,
         stop: Sequence[int],
         sample: Choose,
         constraint: Constraint | None = None,

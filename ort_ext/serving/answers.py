@@ -34,7 +34,7 @@ class Answers:
 
     def whole(self) -> dict[str, Any]:
         """Return the object with all answers, after their last events."""
-        choices = [self._choice(index, events, False) for index, events in enumerate(self._events)]
+        choices = [self._choice(index, events, streamed=False) for index, events in enumerate(self._events)]
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     def part(self, index: int, event: Event, usage: bool) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Answers:
         Args:
             usage: the last object has :meth:`usage`.
         """
-        choice = self._choice(index, [event], True)
+        choice = self._choice(index, [event], streamed=True)
         return self._head | {"object": self.chunk, "choices": [choice]} | ({"usage": None} if usage else {})
 
     def last(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _choice(self, index: int, events: Sequence[Event], streamed: bool) -> dict[str, Any]:
+    def _choice(self, index: int, events: Sequence[Event], *, streamed: bool) -> dict[str, Any]:
         text = "".join(event.text for event in events)
         chosen = [event for event in events if event.chances is not None]
         logprobs = self._logprobs(chosen, len(self._texts[index])) if chosen else None

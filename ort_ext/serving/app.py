@@ -136,6 +136,7 @@ class Server:
         model: ServedModel,
         rows: int,
         capacity: int,
+        *,
         queue: int,
         prefix_bytes: int,
         cache_bytes: int | None = None,
@@ -147,7 +148,16 @@ class Server:
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
-        self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes, cache_bytes)
+        self.scheduler = Scheduler(
+            model,
+            self.text,
+            self.metrics,
+            rows=rows,
+            capacity=capacity,
+            queue=queue,
+            prefix_bytes=prefix_bytes,
+            cache_bytes=cache_bytes,
+        )
 
     @property
     def failed(self) -> BaseException | None:
@@ -164,7 +174,7 @@ class Server:
         if isinstance(given[0], int):
             given = [given]
         with _refusing("prompt"):
-            prompts = [await _apart(self.text.ids, p, True) if isinstance(p, str) else p for p in given]
+            prompts = [await _apart(partial(self.text.ids, begins=True), p) if isinstance(p, str) else p for p in given]
         return await self._answer(ask, http, prompts, TextAnswers)
 
     async def chat(self, ask: AskChat, http: HttpRequest) -> Response:
@@ -246,7 +256,9 @@ class Server:
                 mail.put(heard, (number, event))
 
             ids = list(prompts[number // each])
-            request = Request(ids, most, tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top)
+            request = Request(
+                ids=ids, max_new_tokens=most, tell=tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top
+            )
             request.ends = not ask.ignore_eos
             requests.append(request)
         return requests

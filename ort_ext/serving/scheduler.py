@@ -56,7 +56,7 @@ class Event:
     error: Exception | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
     """One answer to a prompt.
 
@@ -144,6 +144,7 @@ class Scheduler:
         model: ServedModel,
         text: Text,
         metrics: Metrics,
+        *,
         rows: int,
         capacity: int,
         queue: int,
@@ -356,7 +357,7 @@ class Scheduler:
         chunk = max(self.model.chunk // steps, 1)
         end = min([done + chunk, len(ids), *(at for at in answer.keep if at > done)])
         logits = self._rows.read(answer.row, ids[done:end])
-        self._keep(answer, done, end in answer.keep)
+        self._keep(answer, done, states=end in answer.keep)
         if end == len(ids):
             self._reading = None
             self._answers[answer.row] = answer
@@ -370,7 +371,7 @@ class Scheduler:
     def _leave(self, answer: Answer) -> None:
         """Free a request's row."""
         if not self.model.states and answer is not self._reading:
-            self._keep(answer, len(answer.request.ids), False)
+            self._keep(answer, len(answer.request.ids), states=False)
         self._prefixes.use(Prefixes.names(self._rows.tokens[answer.row]))
         self._rows.leave(answer.row)
         self._choosing.leave(answer.row)
@@ -380,7 +381,7 @@ class Scheduler:
             self._free.add(answer.row)
         self._metrics.running.set(len(self._running()))
 
-    def _keep(self, answer: Answer, begin: int, states: bool) -> None:
+    def _keep(self, answer: Answer, begin: int, *, states: bool) -> None:
         """Keep the blocks that end after a row's first ``begin`` tokens; ``states``: and those after the last token."""
         tokens = self._rows.tokens[answer.row]
         names = Prefixes.names(tokens) if self._prefixes.limit else []

@@ -190,7 +190,7 @@ class Own:
         made = models.WordLevel({f"Ġw{id}": id for id in range(self.vocabulary)}, "Ġw0")
         text.tokenizer, text.stop = Tokenizer(made), ()  # type: ignore[assignment]
         text.tokenizer.decoder = decoders.ByteLevel()
-        self.scheduler = Scheduler(self.model, text, Metrics(), rows, length, rows, 0)
+        self.scheduler = Scheduler(self.model, text, Metrics(), rows=rows, capacity=length, queue=rows, prefix_bytes=0)
         self._waited, choosing = 0.0, self.scheduler._choosing
         take = choosing.take
 
@@ -226,7 +226,7 @@ class Own:
                 if failed or not left:
                     ended.set()
 
-            asked = Asked(request.prompt, request.count, tell, ends=False)
+            asked = Asked(ids=request.prompt, max_new_tokens=request.count, tell=tell, ends=False)
             request.asked = time.perf_counter()
             self.scheduler.submit([asked])
 

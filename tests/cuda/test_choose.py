@@ -285,7 +285,7 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_sampling, "Buffer", Held)
-        return device_sampling.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)
+        return device_sampling.Choice(texts, longest, vocabulary, dtype=np.dtype(np.float32), sampling=sampling)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

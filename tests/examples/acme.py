@@ -28,5 +28,9 @@ class Acme(Format):
             ],
         )
         return QuantizedMatrix(
-            "int4", unpack_nibbles(tensors["acme_q"]), tensors["acme_s"], 64, bias=self.bias(module, n)
+            kind="int4",
+            codes=unpack_nibbles(tensors["acme_q"]),
+            scales=tensors["acme_s"],
+            group_size=64,
+            bias=self.bias(module, n),
         )

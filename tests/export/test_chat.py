@@ -794,7 +794,7 @@ class Scripted:
         stream = model.stream
 
         def say(ids, max_new_tokens, stop, sampling, cache, constraint=None):
-            found = stream(ids, 1, stop, sampling, cache, constraint=constraint)
+            found = stream(ids, 1, stop, sampling=sampling, cache=cache, constraint=constraint)
             next(found)
             self.asked.append(text.decode([*cache.tokens[: len(cache.tokens)]]))
             found.tokens.clear()

@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_host(exported, there, architecture, sampling, m
     for model in (usual, generator):
         cache = model.cache()
         first = model.generate(PROMPT, 9, sampling=sampling, cache=cache)
-        again = model.generate([*first.tokens[-1:], 5, 2], 20, [first.tokens[3]], sampling, cache)
+        again = model.generate([*first.tokens[-1:], 5, 2], 20, [first.tokens[3]], sampling=sampling, cache=cache)
         found.append((first.tokens, again.tokens, again.finish_reason, cache.tokens))
     assert found[0] == found[1]
     assert generator.made[0].runs == [[length] for length in range(8, 17)]

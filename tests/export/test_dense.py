@@ -272,7 +272,7 @@ def test_an_expert_that_no_token_reached_has_no_input_scale(tmp_path, fixture, s
     said = f"{name} is {'missing' if value is None else value}, expected .*--activations float does without"
     with pytest.raises(CheckpointError, match=re.escape(said).replace(r"\.\*", ".*")):
         find_format(open_checkpoint(folder)).matrix(module)
-    found = open_format(folder, None, None, "float").matrix(module)
+    found = open_format(folder, None, None, activations="float").matrix(module)
     assert found.input_scale is None
     np.testing.assert_array_equal(found.codes, find_format(open_checkpoint(FIXTURES / fixture)).matrix(module).codes)
     if fixture == "modelopt-nvfp4" and value is None:

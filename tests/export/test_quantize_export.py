@@ -364,7 +364,7 @@ def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:
         export(floats, tmp_path / "out", quantize="int8", symmetric=True)
     module = "model.layers.0.self_attn.q_proj"
     assert open_format(floats, "int4", None).matrix(module).zero_points is not None
-    assert open_format(floats, "int4", None, None, True).matrix(module).zero_points is None
+    assert open_format(floats, "int4", None, activations=None, symmetric=True).matrix(module).zero_points is None
 
 
 def test_matrices_with_global_scales_of_their_own_stay_apart(floats: Path, tmp_path: Path) -> None:

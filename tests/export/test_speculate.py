@@ -438,5 +438,5 @@ def test_there_are_more_drafts_where_they_are_accepted():
             asked.append(count)
             return [next(next_)] * count
 
-    list(itertools.islice(Speculation(Told(), 4).steps(Zeros(), [0], 99, (), Sampler()), 20))
+    list(itertools.islice(Speculation(Told(), 4).steps(Zeros(), [0], 99, stop=(), sample=Sampler()), 20))
     assert asked == [4, 1, 1, 2, 4, 4, 4, 1]

@@ -85,7 +85,7 @@ def running(
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
     with opened(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Server(model, rows, capacity, queue, prefix_cache, size)
+        server = Server(model, rows, capacity, queue=queue, prefix_bytes=prefix_cache, cache_bytes=size)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
         thread.start()
@@ -472,7 +472,7 @@ def test_a_request_hears_of_a_token_while_the_next_one_is_computed(folder: Path)
             if event.reason is not None:
                 ended.set()
 
-        server.scheduler.submit([Request([5, 6, 7], 4, tell, after=True, ends=False)])
+        server.scheduler.submit([Request(ids=[5, 6, 7], max_new_tokens=4, tell=tell, after=True, ends=False)])
         assert ended.wait(30)
         assert heard == [1, 2, 3, 3]
 

@@ -90,6 +90,6 @@ def choosing_there(generator: Any) -> Generator:
     run, generator.made = generator.session.run_with_iobinding, []
     generator.session.run_with_iobinding = lambda binding, options: run(binding)
     generator.cuda_graph, generator.run_options = True, lambda graph, ahead=False: graph
-    generator.choice = lambda *given: generator.made.append(Choice(*given)) or generator.made[-1]
+    generator.choice = lambda *given, **named: generator.made.append(Choice(*given, **named)) or generator.made[-1]
     found: Generator = generator
     return found

@@ -90,7 +90,7 @@ class Tower(Stored):
         self.features, folder = DTYPES[dtype], format.ckpt.folder
         making = doing(f"{folder}: making the vision tower without weights")
         with init_empty_weights(), quiet(), making, reading(str(folder / "config.json")):
-            self.model = family.tower(config).to(self.dtype).eval().requires_grad_(False)
+            self.model = family.tower(config).to(self.dtype).eval().requires_grad_(requires_grad=False)
         found = {}
         for name in format.parameters():
             for prefix in BESIDE[VISION]:

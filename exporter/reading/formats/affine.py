@@ -55,7 +55,7 @@ def carried_affine(bits: int, width: int, group: int, stored: int, packed: float
 
 
 def affine(
-    kind: str, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray, width: int, bias: np.ndarray | None
+    kind: str, codes: np.ndarray, scales: np.ndarray, *, minima: np.ndarray, width: int, bias: np.ndarray | None
 ) -> QuantizedMatrix:
     """Return a matrix [N, K] of code * scale - minimum.
 
@@ -65,8 +65,10 @@ def affine(
     """
     n, k = codes.shape
     if is_outline(codes):
-        return QuantizedMatrix(kind, codes, outline((n, k // width), _LEVELS), width, bias=bias)
+        return QuantizedMatrix(
+            kind=kind, codes=codes, scales=outline((n, k // width), _LEVELS), group_size=width, bias=bias
+        )
     levels = np.empty(n * k // width, _LEVELS)
     for name, values in (("d", scales), ("d_min", minima)):
         levels[name] = np.repeat(values.reshape(-1), len(levels) // values.size)
-    return QuantizedMatrix(kind, codes, levels.reshape(n, k // width), width, bias=bias)
+    return QuantizedMatrix(kind=kind, codes=codes, scales=levels.reshape(n, k // width), group_size=width, bias=bias)

@@ -115,7 +115,7 @@ class SharedExpert:
         return Expert(rows[0] if len(rows) == 2 else None, rows[-1], portion(down, i, self.count, axis=1))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MoELayer:
     """The experts of one layer, read one at a time.
 
@@ -484,7 +484,8 @@ class Format(ABC):
         if module in self.rounding:
             weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
             where = f"{self.ckpt.folder}: {module}"
-            return quantized(weight, self.bias(module, n), *self.rounding[module], where)
+            kind, group_size = self.rounding[module]
+            return quantized(weight, self.bias(module, n), kind, group_size=group_size, where=where)
         weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
         return unrounded(weight, self.bias(module, n))
 
@@ -708,7 +709,9 @@ def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
     """Return a matrix [N, K] of 16-bit floats whose codes they are."""
     kind = "f16" if weight.dtype == np.float16 else "bf16"
     codes = np.broadcast_to(np.ascontiguousarray(unlike_rows(weight)).view(np.uint16), weight.shape)
-    return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
+    return QuantizedMatrix(
+        kind=kind, codes=codes, scales=np.ones((len(codes), 1), np.float32), group_size=-1, bias=bias
+    )
 
 
 def group_size_of(value: object) -> int:

@@ -70,7 +70,7 @@ ACTIVATIONS = {
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """The fields of the library's QuantizationArgs that decide numerics."""
 
@@ -113,7 +113,7 @@ class Args:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """One entry of config_groups."""
 
@@ -194,12 +194,12 @@ class CompressedTensors(Format):
             raise CheckpointError(f"{self.ckpt.folder / 'config.json'}: config group {name} describes no weights")
         inputs, outputs = raw.get("input_activations"), raw.get("output_activations")
         return Group(
-            name,
-            str(raw.get("format") or self.ckpt.quantization.get("format")),
-            tuple(_targets(raw.get("targets"), f"targets of {name}")),
-            Args.parse(raw["weights"]),
-            Args.parse(inputs) if inputs else None,
-            Args.parse(outputs) if outputs else None,
+            name=name,
+            format=str(raw.get("format") or self.ckpt.quantization.get("format")),
+            targets=tuple(_targets(raw.get("targets"), f"targets of {name}")),
+            weights=Args.parse(raw["weights"]),
+            inputs=Args.parse(inputs) if inputs else None,
+            outputs=Args.parse(outputs) if outputs else None,
         )
 
     def group(self, module: str) -> Group:

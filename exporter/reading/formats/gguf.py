@@ -88,7 +88,7 @@ class GGML(Format):
             elif not outlined:
                 codes, scales = codes[:, columns], scales[:, first // block.group_size]
         return QuantizedMatrix(
-            self._kind(block), codes, scales, block.group_size,
+            kind=self._kind(block), codes=codes, scales=scales, group_size=block.group_size,
             bias=self.bias(module, n), perm=perm, global_scale=self._global_scale(module, block),
         )  # fmt: skip
 

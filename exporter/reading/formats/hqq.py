@@ -112,7 +112,7 @@ class HQQ(Format):
         if group < 1 or n * k % group:
             raise CheckpointError(f"{where}.group_size is {group}, expected a divisor of {n * k} weights")
         width = carried_group(k, group, f"{where}: HQQ")
-        return _Meta(n, k, group, min(limit, int(np.ceil(bits))), packing, width)
+        return _Meta(n=n, k=k, group=group, bits=min(limit, int(np.ceil(bits))), packing=packing, width=width)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         meta = self._meta(module)
@@ -144,4 +144,4 @@ class HQQ(Format):
                 )
         scales = tensors["scale"].astype(np.float64)
         minima = scales * tensors["zero"].astype(np.float64)
-        return affine(carrier(meta.bits), codes, scales, minima, meta.width, bias)
+        return affine(carrier(meta.bits), codes, scales, minima=minima, width=meta.width, bias=bias)

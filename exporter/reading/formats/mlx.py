@@ -95,10 +95,10 @@ class MLX(Format):
             tensors = self.take(module, [*declared, Tensor("scales", ("U8",), groups)])
             scales = tensors["scales"].view(SCALE_DTYPES["e4m3" if mode == "nvfp4" else "e8m0"])
             return QuantizedMatrix(
-                scheme.format, unpack_words(tensors["weight"], bits, k), scales, group,
+                kind=scheme.format, codes=unpack_words(tensors["weight"], bits, k), scales=scales, group_size=group,
                 global_scale=1.0 if mode == "nvfp4" else None, bias=self.bias(module, n),
             )  # fmt: skip
         tensors = self.take(module, [*declared, Tensor("scales", FLOATS, groups), Tensor("biases", FLOATS, groups)])
         codes = unpack_words(tensors["weight"], bits, k)
         scales, minima = tensors["scales"].astype(np.float64), -tensors["biases"].astype(np.float64)
-        return affine(scheme.format, codes, scales, minima, scheme.group_size, self.bias(module, n))
+        return affine(scheme.format, codes, scales, minima=minima, width=scheme.group_size, bias=self.bias(module, n))

@@ -205,7 +205,7 @@ class ModelOpt(Format):
         if mx:
             scales = tensors["weight_scale"].view(SCALE_DTYPES["e8m0"])
         elif scheme.group_size == 128:
-            scales = block_scales(self, self._block_scale(module), n, k, 128, 128)
+            scales = block_scales(self, self._block_scale(module), n, k=k, bn=128, bk=128)
         else:
             scales = row_scales(self, name, n)
         return QuantizedMatrix(

@@ -24,6 +24,7 @@ def quantized(
     weight: np.ndarray,
     bias: np.ndarray | None,
     kind: str,
+    *,
     group_size: int,
     where: str,
     symmetric: bool = False,
@@ -50,7 +51,15 @@ def quantized(
     if kind == "nvfp4":  # the largest group may have 4 as its largest code, and the largest e4m3 as its scale
         global_scale = float(np.float32((reach or 1.0) / (4 * 448)))
     zero_points = kind == "int4" and not symmetric
-    m = native.quantize(rows, kind, group_size, scale_type, zero_points, importance, global_scale)
+    m = native.quantize(
+        rows,
+        kind,
+        group_size,
+        scale_type=scale_type,
+        zero_points=zero_points,
+        importance=importance,
+        global_scale=global_scale,
+    )
     arrays: dict[str, Any] = {
         name: np.broadcast_to(array, (len(weight), array.shape[1]))
         for name in ("codes", "scales", "zero_points")

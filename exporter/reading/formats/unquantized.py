@@ -159,4 +159,12 @@ class Unquantized(Format):
         if self.kind == "none":
             return unrounded(weight, bias)
         where, importance = f"{self.ckpt.folder}: {module}", self.importance.get(module)
-        return quantized(weight, bias, self._kind(module), self.group_size, where, self.symmetric, importance)
+        return quantized(
+            weight,
+            bias,
+            self._kind(module),
+            group_size=self.group_size,
+            where=where,
+            symmetric=self.symmetric,
+            importance=importance,
+        )

@@ -97,4 +97,6 @@ class ChangedTensors(Checkpoint):
         if (entry := self._entries.get(name)) is not None:
             if prod(entry.shape) != prod(shape):
                 raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {list(shape)}")
-            self._entries[name] = Entry(entry.shard, entry.dtype, shape, entry.begin, entry.name)
+            self._entries[name] = Entry(
+                shard=entry.shard, dtype=entry.dtype, shape=shape, begin=entry.begin, name=entry.name
+            )
