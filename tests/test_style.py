@@ -123,6 +123,22 @@ def test_many_fields_are_given_by_name() -> None:
     assert found == []
 
 
+def test_long_functions_say_why() -> None:
+    """A function of more than 60 lines has the reason above it: ``# over 60 lines: ..``."""
+    found, said = [], 0
+    for path in SOURCES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                reason = re.match(r" *# over \d+ lines: ..", lines[first - 2])
+                said += reason is not None
+                if not reason and (size := len(range(node.lineno, node.end_lineno or 0)) + 1) > 60:
+                    found.append(f"{path}: {node.name} has {size} lines")
+    assert said > 10
+    assert found == []
+
+
 def test_help() -> None:
     from quantmoe.benchmarks.bench import app as benches
     from quantmoe.exporter.cli import app

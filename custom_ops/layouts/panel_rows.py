@@ -8,7 +8,7 @@ import numpy as np
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import PLANE_INTEGERS, SCALE_DTYPES
-from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.op import LinearSpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 
@@ -53,23 +53,22 @@ class PanelRows:
     high_bits: int = 0
 
 
+def _is_read(w: Projection, of_planes: bool) -> bool:
+    """Return whether rows of a packed matrix are codes and scales that :class:`PanelRows` describes."""
+    if (w.format not in ("int4", "int8") and not of_planes) or w.scale_type == "e4m3":
+        return False
+    others = w.zero_points or w.perm or w.bias or w.pre_scale
+    return not (w.format in ("q8_min", "int3") or others or w.block_n != 1 or w.group_size < 1)
+
+
+# over 60 lines: the bytes of a block, counted once for all formats
 def panel_rows(spec: LinearSpec) -> PanelRows | None:
     """Return how to read a row of a packed matrix; None where only a kernel does."""
     w, columns = spec.w, spec.in_features
     scales = SCALE_DTYPES[w.scale_type]
     names = scales.names
     of_planes = names is not None or w.format in PLANE_INTEGERS
-    if (w.format not in ("int4", "int8") and not of_planes) or w.scale_type == "e4m3":
-        return None
-    if (
-        w.format in ("q8_min", "int3")
-        or w.zero_points
-        or w.perm
-        or w.bias
-        or w.pre_scale
-        or w.block_n != 1
-        or w.group_size < 1
-    ):
+    if not _is_read(w, of_planes):
         return None
     bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
     if columns % block:

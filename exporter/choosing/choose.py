@@ -190,6 +190,7 @@ def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
     return f"{b} ({other}) and {a} ({its}) are of different formats; expected one in all experts of a layer: {why}"
 
 
+# over 60 lines: a third are its parameters; then each kind of node, in order
 def choose(
     skeleton: DescribedModel,
     experts: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]],

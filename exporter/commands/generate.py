@@ -37,7 +37,7 @@ from quantmoe.serving import BATCH
 NEW_TOKENS = 512
 
 
-# over 80 lines: most are its options
+# over 200 lines: half are its options; then refusals, and one of three ways: ids, lines of a file, a conversation
 def generate(
     context: typer.Context,
     outdir: Model,

@@ -27,6 +27,7 @@ BESIDE = {
 }
 
 
+# over 60 lines: half are its options
 def inspect(
     model: Annotated[Path, typer.Argument(help="exported model, its folder, or a checkpoint")],
     verify: Annotated[bool, panel_option("Show", "read all weights and compare their hashes", "--verify")] = False,
@@ -137,10 +138,14 @@ def inspect(
         else:
             said = "--memory-speed gives another" if here is None else "as this GPU has"
             print_fit(fits, model, "as --memory-speed says" if memory_speed else said)
-        return
-    if as_json:
+    elif as_json:
         print(json.dumps(found, indent=1))
-        return
+    else:
+        _print_model(found)
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    """Print what an exported model holds."""
     console.print(found["model"], highlight=False)
     print_model(found)
     for name, what in BESIDE.items():

@@ -48,6 +48,7 @@ SpecType = TypeVar("SpecType", bound=Spec)
 OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
 
 
+# over 60 lines: a third say what its result has
 def inspect(
     path: str | Path, verify: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:

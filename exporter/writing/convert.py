@@ -152,12 +152,7 @@ def _export(
         ready = prepare(checkpoint, options, progress, part_of)
         if options.calibrate is not None:
             ready.report.calibration = weigh(checkpoint, ready, options, output, progress)
-        from quantmoe.exporter.writing.graph_writer import (  # needs torch
-            save_part,
-            trace_part,
-            write_beside,
-            write_weights,
-        )
+        from quantmoe.exporter.writing.graph_writer import save_part, trace_part  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
         for part in parts:
@@ -165,22 +160,7 @@ def _export(
             trace_part(part, options, report, ends)
         for one in ready.beside:
             one.graph, one.weights = one.stored.trace()
-
-        weights = [weight for part in parts for weight in part.weights]
-        weights += [weight for one in ready.beside for weight in one.weights]
-        total = sum(byte_size(weight.value) for weight in weights)
-        check_space(output, total + _beside_weights(ready, len(weights), target))
-        largest = min(LARGEST, options.max_file_size) if options.browser else options.max_file_size
-        with DataFiles(partial, DATA, largest) as data:
-            done = 0
-            for part in parts:
-                for stage, written in write_weights(part, parts[0], options, data, report):
-                    done += written
-                    progress(stage, done, total)
-            for one in ready.beside:
-                for stage, written in write_beside(one, data, report):
-                    done += written
-                    progress(stage, done, total)
+        _write_weights(ready, output, partial, options=options, progress=progress)
         _companions(ckpt, partial, options)
         if not report.tokenizer:
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
@@ -215,6 +195,34 @@ def _export(
     else:
         remove_onnx_folder(output)
     return report
+
+
+def _write_weights(
+    ready: Prepared,
+    output: Path,
+    partial: Callable[[str], Path],
+    *,
+    options: Options,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Write the weights of all models of a folder into its data files, if the disk has room for them."""
+    from quantmoe.exporter.writing.graph_writer import write_beside, write_weights
+
+    weights = [weight for part in ready.parts for weight in part.weights]
+    weights += [weight for one in ready.beside for weight in one.weights]
+    total = sum(byte_size(weight.value) for weight in weights)
+    check_space(output, total + _beside_weights(ready, len(weights), options.facts))
+    largest = min(LARGEST, options.max_file_size) if options.browser else options.max_file_size
+    with DataFiles(partial, DATA, largest) as data:
+        done = 0
+        for part in ready.parts:
+            for stage, written in write_weights(part, ready.parts[0], options, data, ready.report):
+                done += written
+                progress(stage, done, total)
+        for one in ready.beside:
+            for stage, written in write_beside(one, data, ready.report):
+                done += written
+                progress(stage, done, total)
 
 
 def _beside_weights(ready: Prepared, weights: int, target: Target) -> int:

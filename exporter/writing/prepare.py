@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -213,13 +213,35 @@ def prepare(
         for one in formats
     ]
 
-    progress("loading torch and transformers", 0, 1)
-    # seconds, and what headers decide has been said
-    from quantmoe.exporter.graph.model import Skeleton
-    from quantmoe.exporter.graph.put_nodes import put_first_nodes
-    from quantmoe.exporter.graph.trace import attention_of
-
+    progress("loading torch and transformers", 0, 1)  # seconds, and what headers decide has been said
     family, tower = _vision(format) if options.vision else (None, None)
+    chosen = _choose_nodes(formats, experts, options, family)
+    _check_kind(format, chosen[0][0], options)
+    ends = stops(chosen[0][0])
+    turns, no_turns = folder_turns(format.ckpt.companions)
+    parts = _parts(chosen, options)
+    config, beside = _vision_models(format, parts[0].skeleton, options, family=family, tower=tower)
+    return Prepared(
+        format=format,
+        parts=parts,
+        beside=beside,
+        report=_report(parts, beside, options, no_turns),
+        ends=ends,
+        turns=turns,
+        whole=config,
+    )
+
+
+def _choose_nodes(
+    formats: Sequence[Format], experts: Sequence[Mapping[str, Any]], options: Options, family: Any
+) -> list[tuple[Skeleton, Choice]]:
+    """Return the skeleton of each part of a model, and the nodes that it gets.
+
+    Args:
+        experts: of :func:`choose_experts`, for each of ``formats``. family: of the vision tower, None without one.
+    """
+    from quantmoe.exporter.graph.model import Skeleton
+
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.kept_states)
@@ -232,52 +254,64 @@ def prepare(
             state_window=window,
             vision=family,
         )
-        chosen.append(
-            (
-                skeleton,
-                choose(skeleton, nodes, layout, activations=options.wanted, scales=options.scales, dense=options.dense),
-            )
+        choice = choose(
+            skeleton,
+            nodes,
+            options.layout,
+            activations=options.wanted,
+            scales=options.scales,
+            dense=options.dense,
         )
+        chosen.append((skeleton, choice))
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
         if options.browser == "webgpu":
             for layer, spec in (pair for groups in nodes.values() for pair in groups):
                 check_webgpu(one.ckpt.folder, layer.title, bool(spec.w13.zero_points or spec.w2.zero_points))
-    text_model = chosen[0][0]
+    return chosen
+
+
+def _check_kind(format: Format, text_model: Skeleton, options: Options) -> None:
+    """Refuse options of other kinds of models.
+
+    Raises:
+        OptionError: naming the option.
+    """
     if format.ckpt.family.encoder:
         for option in ("mtp", "eagle3", "paged", "vision", "state_window"):
             if getattr(options, option):
                 raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")
     if (options.state_window or 1) > 1 and not text_model.keeps_states:
         raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
-    ends = stops(text_model)
-    turns, no_turns = folder_turns(format.ckpt.companions)
+
+
+def _vision_models(
+    format: Format, text_model: Skeleton, options: Options, *, family: Any, tower: Any
+) -> tuple[Any, list[Beside]]:
+    """Return the configuration of the whole model and the models beside its text model; without a tower, neither."""
+    if family is None or tower is None:
+        return None, []
+    from quantmoe.exporter.graph.config import whole
+    from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
+
+    config = whole(format)
+    return config, [
+        Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
+        Beside(EMBEDDINGS_MODEL, Embeddings(text_model, config.image_token_id, family.parts(config))),
+    ]
+
+
+def _parts(chosen: Sequence[tuple[Skeleton, Choice]], options: Options) -> list[Part]:
+    """Return the parts of a model with their first nodes in place and their attention recognised."""
+    from quantmoe.exporter.graph.put_nodes import put_first_nodes
+    from quantmoe.exporter.graph.trace import attention_of
+
     parts = []
     for skeleton, choice in chosen:
         rows = put_first_nodes(skeleton, choice, options.facts)
         attends = attention_of(skeleton, choice, rows, target=options.facts, cache=options.cache, paged=options.paged)
         parts.append(Part(skeleton=skeleton, chosen=choice, attention=attends))
-    if family is None or tower is None:
-        return Prepared(
-            format=format, parts=parts, beside=[], report=_report(parts, [], options, no_turns), ends=ends, turns=turns
-        )
-    from quantmoe.exporter.graph.config import whole
-    from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
-
-    config = whole(format)
-    beside = [
-        Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
-        Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id, family.parts(config))),
-    ]
-    return Prepared(
-        format=format,
-        parts=parts,
-        beside=beside,
-        report=_report(parts, beside, options, no_turns),
-        ends=ends,
-        turns=turns,
-        whole=config,
-    )
+    return parts
 
 
 def _vision(format: Format) -> tuple[ModuleType, Format]:

@@ -274,6 +274,7 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 # --- the command ---
 
 
+# over 60 lines: half are its options
 def bench(
     shape: Annotated[
         list[str] | None,
@@ -408,13 +409,21 @@ def _cells(
             file.unlink()
     reads.append(probe_read(threads, folder))
     peaks.append(probe_int8(threads))
-
     cells = [cell for t in timings for cell in t.cells(threads, max(reads), max(peaks))]
     _print(console, cells)
-    limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
-    shares = [peak_share(t.weight_format, t.group_size) for t in timings]
     routing = "Zipf 1.0" if skew else "uniform"
     what = f"{_kernel()}, ONNX Runtime {ort.__version__}, {threads} threads, {routing} routing"
+    _print_limits(console, what, timings, reads=reads, peaks=peaks)
+    console.print(worst(cells), highlight=False)
+    return cells
+
+
+def _print_limits(
+    console: Console, what: str, timings: Sequence[Timing], *, reads: Sequence[float], peaks: Sequence[float]
+) -> None:
+    """Print what was measured, and the machine's limits before and after."""
+    limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
+    shares = [peak_share(t.weight_format, t.group_size) for t in timings]
     console.print(f"{what}; before and after: {', '.join(limits)}", highlight=False)
     aim = f"our aim is {READ_SHARE:.0%} of the one and, by format, {min(shares):.0%} to {max(shares):.0%} of the other"
     if "amx" in _kernel():
@@ -425,8 +434,6 @@ def _cells(
     )
     if max(reads) > 1.1 * min(reads) or max(peaks) > 1.1 * min(peaks):
         console.print("this machine was not quiet: its limits moved by more than 10 %", style="yellow")
-    console.print(worst(cells), highlight=False)
-    return cells
 
 
 def _peer(

@@ -59,14 +59,7 @@ class Batch(Iterator[tuple[int, int]]):
             )
         if model.speculate is not None:
             raise ModelError(f"{model.path}: prompts that run together take no drafts: speculate is {model.speculate}")
-        rows = []
-        for number, ids in enumerate(prompts):
-            try:
-                rows.append(model.check(ids, room=1))
-            except (ModelError, OptionError) as error:
-                raise type(error)(f"prompt {number}: {error}") from None
-        if not rows:
-            raise ModelError("there are no prompts")
+        rows = _checked(model, prompts)
         if constraints and len(constraints) != len(rows):
             raise OptionError(
                 f"constraints has {len(constraints)} entries, expected one for each of {len(rows)} prompts"
@@ -253,3 +246,20 @@ class Batch(Iterator[tuple[int, int]]):
         for name, value in given.items():
             self._binding.bind_cpu_input(name, value)
         return self._model.run_bound(self._binding, new, before, batch)
+
+
+def _checked(model: OpenedModel, prompts: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Raises:
+        ModelError, OptionError: there are none; a prompt that the model does not take, by its number.
+    """
+    rows = []
+    for number, ids in enumerate(prompts):
+        try:
+            rows.append(model.check(ids, room=1))
+        except (ModelError, OptionError) as error:
+            raise type(error)(f"prompt {number}: {error}") from None
+    if not rows:
+        raise ModelError("there are no prompts")
+    return rows

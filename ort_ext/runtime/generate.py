@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Generator as Generation
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -160,6 +160,7 @@ class Generator(OpenedModel):
         FileNotFoundError: this installation has no library for the device.
     """
 
+    # over 60 lines: the options of a session, most of which it passes on
     def __init__(
         self,
         path: str | Path,
@@ -184,24 +185,12 @@ class Generator(OpenedModel):
         batch: int = 1,
         num_logits: int | None = None,
     ):
-        for name, value, known in (
-            ("device", device, tuple(dict.fromkeys(target.device for target in TARGETS.values()))),
-            ("experts", experts, (None, "gpu", "host", "disk", "auto")),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
         lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
-        lengths["num_logits"] = num_logits
-        for name, number in lengths.items():
-            if number is not None:
-                need_count(name, number)
+        sizes = {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}
+        _check_options(device, experts, lengths | {"num_logits": num_logits}, sizes=sizes)
         need_count("threads", threads, 0)
         if drafts is not None and speculate is None:
             raise OptionError(f"drafts is {drafts}, but speculate is None, expected one of: ngram, mtp, a folder")
-        for name, size in {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}.items():
-            auto = "" if name == "reserve" else " or auto"
-            if not (size is None or is_count(size, 0) or (auto and size == "auto")):
-                raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         path = model_path(path)
         other = None if speculate in (None, "ngram", "mtp") else _drafting_model(speculate, path, device)
         on_gpu = of_device(device).on_gpu
@@ -237,22 +226,30 @@ class Generator(OpenedModel):
             if drafts is not None and drafts > self.context:
                 raise OptionError(f"drafts is {drafts}, expected a number from 1 to {self.context}")
             self.step_tokens = 1 + self.drafts
+            self._check_drafts()
         #: the model that drafts, of multi-token prediction or another one
         self.head: Generator | None = None
-        if speculate is not None:
-            self._check_drafts()
+        asked = cuda_graph if self.cuda_graph else False
         if speculate == "mtp":
-            path, metadata = self.path.with_name(MTP_MODEL), self.session.get_modelmeta().custom_metadata_map
-            if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
-                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
-            check_recorded(self.path, metadata, path)
-            asked = cuda_graph if self.cuda_graph else False
-            self.head = Generator(path, threads, prefault=prefault, chunk=self.chunk, device=device, cuda_graph=asked)
+            self.head = Generator(
+                self._mtp_path(), threads, prefault=prefault, chunk=self.chunk, device=device, cuda_graph=asked
+            )
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
         elif other is not None:
-            asked = cuda_graph if self.cuda_graph else False
             self.head = _Drafting(other, threads, prefault=prefault, device=device, cuda_graph=asked)
+
+    def _mtp_path(self) -> Path:
+        """Return the file of the layer that drafts, which was exported with this model.
+
+        Raises:
+            ModelError: there is none, or it is of another export.
+        """
+        path, metadata = self.path.with_name(MTP_MODEL), self.session.get_modelmeta().custom_metadata_map
+        if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
+            raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
+        check_recorded(self.path, metadata, path)
+        return path
 
     def __enter__(self) -> Generator:
         return self
@@ -535,6 +532,29 @@ class Generator(OpenedModel):
         finally:  # whichever thread collects garbage may close it: nothing here takes turns
             if runs_on and not self.states:
                 cache.rewind(len(cache.tokens) - 1)
+
+
+def _check_options(
+    device: str, experts: str | None, counts: Mapping[str, int | None], *, sizes: Mapping[str, int | str | None]
+) -> None:
+    """Refuse values that no model takes.
+
+    Raises:
+        OptionError: naming the argument.
+    """
+    for name, value, known in (
+        ("device", device, tuple(dict.fromkeys(target.device for target in TARGETS.values()))),
+        ("experts", experts, (None, "gpu", "host", "disk", "auto")),
+    ):
+        if value not in known:
+            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    for name, number in counts.items():
+        if number is not None:
+            need_count(name, number)
+    for name, size in sizes.items():
+        auto = "" if name == "reserve" else " or auto"
+        if not (size is None or is_count(size, 0) or (auto and size == "auto")):
+            raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
 
 
 class _Drafting(Generator):

@@ -198,23 +198,7 @@ class OpenedModel:
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
-        floats, codes = FLOATS, CODES
-        caches = floats | codes
-        if (
-            [len(o.shape) for o in logits] != [3]
-            or not any(name.endswith(".key") for name in past)
-            or not all(i.type in caches for i in past.values())
-            or not all(i.type in floats for i in logits)
-            or not all(_declares(name, i.shape) for name, i in past.items())
-            or len({(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}) > 1
-            or not all(present(name) in self.outputs for name in past)
-        ):
-            raise ModelError(
-                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
-                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
-                f"{' or '.join(floats)}, or of codes {' or '.join(codes)}. Outputs are present.*"
-            )
+        self._check_caches(logits, past)
         #: tokens at the end of a run whose logits it gives, at most
         self.rows = 1 if logits[0].shape[1] == 1 else self._tokens_of(metadata, LOGITS)
         #: whether logits lie as the tokens do; else the last row is the last token's, wherever padding is
@@ -223,29 +207,61 @@ class OpenedModel:
             self.rows = num_logits
         self._declared = self.rows == 1 or logits[0].shape[1] != 1
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
-        self._logits = floats[logits[0].type]
+        self._logits = FLOATS[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
         if self.capacity is not None and not self.shares_buffer:
             raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
         if self.cuda_graph and not self.shares_buffer:
             raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.past = {
-            name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
+            name: ([s if isinstance(s, int) else 0 for s in i.shape], (FLOATS | CODES)[i.type])
+            for name, i in past.items()
         }
         self.states = [name for name in past if name.endswith(STATES)]
         #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
         #: dimension of it
         self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
+        self._read_hidden(speculate)
+
+    def _check_caches(self, logits: Sequence[Any], past: Mapping[str, Any]) -> None:
+        """Refuse logits, caches and states of other shapes or types.
+
+        Raises:
+            ModelError: saying what is expected.
+        """
+        windows = {(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}
+        if (
+            [len(o.shape) for o in logits] != [3]
+            or not any(name.endswith(".key") for name in past)
+            or not all(i.type in FLOATS | CODES for i in past.values())
+            or not all(i.type in FLOATS for i in logits)
+            or not all(_declares(name, i.shape) for name, i in past.items())
+            or len(windows) > 1
+            or not all(present(name) in self.outputs for name in past)
+        ):
+            raise ModelError(
+                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
+                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
+                f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
+                f"{' or '.join(FLOATS)}, or of codes {' or '.join(CODES)}. Outputs are present.*"
+            )
+
+    def _read_hidden(self, speculate: str | Path | None) -> None:
+        """Read what the model gives and takes of hidden states.
+
+        Raises:
+            ModelError: they have another shape or type.
+        """
         hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
         for value in (*hidden, *(i for i in self.session.get_inputs() if i.name == HIDDEN)):
-            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in floats:
+            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in FLOATS:
                 raise ModelError(
                     f"{self.path}: {value.name} is {value.type} {value.shape}, expected [batch, sequence, width] of "
-                    f"{' or '.join(floats)}"
+                    f"{' or '.join(FLOATS)}"
                 )
         #: output of the hidden states after the last norm, where somebody drafts from them; "": none
         self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
-        self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
+        self._hidden = next(((o.shape[2], FLOATS[o.type]) for o in hidden), (0, self._logits))
         #: whether a run takes hidden states, as that of the layer which drafts
         self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
 

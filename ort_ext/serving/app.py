@@ -422,6 +422,14 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
         async def chat(ask: AskChat, http: HttpRequest) -> Response:
             return await server.chat(ask, http)
 
+    _add_error_handlers(app)
+    app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Make every error an answer as OpenAI's interface has it."""
+
     @app.exception_handler(Refused)
     async def refused(_: HttpRequest, error: Refused) -> Response:
         return error.response()
@@ -444,9 +452,6 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
         return Refused(
             400, f"{where}: {first['msg'].removeprefix('Value error, ')}", names[0] if names else None
         ).response()
-
-    app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
-    return app
 
 
 def _model(server: Server | Embeddings) -> dict[str, Any]:

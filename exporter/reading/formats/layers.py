@@ -62,6 +62,7 @@ def _index(name: str) -> int:
     return int(number[-1]) if number else 0
 
 
+# over 60 lines: each field of the layer, and what config.json calls it
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     """``experts``: the children of each expert; {} when they are fused."""
     whole, family = format.ckpt.text_config, format.ckpt.family
