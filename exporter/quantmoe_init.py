@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from quantmoe.ort_ext import library_path as ort_library_path
     from quantmoe.runtime.cache import Cache
     from quantmoe.runtime.chat import Chat, TemplateArguments, Text
-    from quantmoe.runtime.constraint import Grammar
+    from quantmoe.runtime.choosing.constraint import Grammar
     from quantmoe.runtime.generate import Generated, Generator
     from quantmoe.trt_plugins import library_path as trt_library_path
 
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
-         "Grammar": "runtime.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
+         "Grammar": "runtime.choosing.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
          "Options": "exporter.choosing.options", "Sampling": "exporter.folder.sampling_options",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
          "evaluate": "benchmarks.quality.evaluate", "export": "exporter.writing.convert",

@@ -12,7 +12,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import outline
-from quantmoe.exporter.reading.formats.rounding import quantized
+from quantmoe.exporter.reading.weights.rounding import quantized
 
 #: kind, group size, type of scales, zero points
 FORMATS = [

@@ -1,7 +1,7 @@
 """Which layout, node attributes and kernels an expert layer or a linear gets, and why not the others.
 
 Dry run, ``inspect --explain`` and export all ask here. The checkpoint's own format answers, from headers and the few
-tensors whose numbers decide (:meth:`quantmoe.exporter.reading.formats.base.Format.outline`). The data is packed as this
+tensors whose numbers decide (:meth:`quantmoe.exporter.reading.weights.base.Format.outline`). The data is packed as this
 answer says: ``pack`` refuses an expert that differs from its node. Torch-free.
 """
 
@@ -26,8 +26,8 @@ from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.described_model import DescribedModel, Shared
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, moe_layers
-from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
-from quantmoe.exporter.reading.formats.rotations import Rotation
+from quantmoe.exporter.reading.weights.base import INPUT_SCALES, SharedExpert, dividing
+from quantmoe.exporter.reading.weights.rotations import Rotation
 from quantmoe.exporter.targets import ACTIVATIONS, Target, of_layout
 
 #: ends of the names of tensors whose numbers decide what a node has

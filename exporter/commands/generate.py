@@ -364,7 +364,7 @@ def _rule(json_schema: str | None, grammar: Path | None, regex: str | None) -> A
     """Return the Grammar that answers follow; None: they are free."""
     if (json_schema, grammar, regex) == (None, None, None):
         return None
-    from quantmoe.runtime.constraint import Grammar
+    from quantmoe.runtime.choosing.constraint import Grammar
 
     try:
         if json_schema is not None:

@@ -18,7 +18,7 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 
 if TYPE_CHECKING:
     from quantmoe.runtime.chat import Chat
-    from quantmoe.runtime.reply_parser import Delta
+    from quantmoe.runtime.choosing.reply_parser import Delta
 
 #: what a terminal takes for dim and for plain letters
 DIM, PLAIN = "\033[2m", "\033[0m"

@@ -44,9 +44,9 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.families import EAGLE3
 from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers
-from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS, INTEGERS
-from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
+from quantmoe.exporter.reading.weights.base import FLOAT_KINDS, FLOATS, INTEGERS
+from quantmoe.exporter.reading.weights.rounding import HEAD_GROUPS
 from quantmoe.exporter.targets import CPU, Target
 
 #: where models of several modalities keep their language model, or others their layers -> where it is on its own

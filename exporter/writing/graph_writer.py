@@ -50,8 +50,8 @@ from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.parallel_calls import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.reading.formats import Format, MoELayer
-from quantmoe.exporter.reading.formats.base import MTP
-from quantmoe.exporter.reading.formats.rounding import distance
+from quantmoe.exporter.reading.weights.base import MTP
+from quantmoe.exporter.reading.weights.rounding import distance
 from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size
 from quantmoe.exporter.writing.genai import shares_buffer

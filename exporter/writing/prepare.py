@@ -39,9 +39,9 @@ from quantmoe.exporter.reading.companions import check_companions, companion_fil
 from quantmoe.exporter.reading.eagle3 import take_head
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.reading.weights.base import BESIDE, MTP, VISION
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.genai import image_processor
 from quantmoe.exporter.writing.output import check_folder

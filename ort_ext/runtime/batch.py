@@ -21,9 +21,9 @@ from quantmoe.runtime.opened_model import OpenedModel
 
 if TYPE_CHECKING:
     from quantmoe.exporter.folder.sampling_options import Sampling
-    from quantmoe.runtime.constraint import Constraint
-    from quantmoe.runtime.device_sampling import Choice
-    from quantmoe.runtime.sampling import Choose
+    from quantmoe.runtime.choosing.constraint import Constraint
+    from quantmoe.runtime.choosing.device_sampling import Choice
+    from quantmoe.runtime.choosing.sampling import Choose
 
 
 class Batch(Iterator[tuple[int, int]]):

@@ -19,11 +19,11 @@ from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling
 from quantmoe.exporter.folder.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
-from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing.reply_parser import Delta, ReplyParser
+from quantmoe.runtime.choosing.required_calls import required_calls
 from quantmoe.runtime.generate import ANOTHER, Generated, Generator
 from quantmoe.runtime.opened_model import need_count
-from quantmoe.runtime.reply_parser import Delta, ReplyParser
-from quantmoe.runtime.required_calls import required_calls
 
 T = TypeVar("T")
 #: tokens at the end of a prompt that may open reasoning

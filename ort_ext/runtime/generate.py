@@ -27,10 +27,10 @@ from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache import Cache, SharedCache
 from quantmoe.runtime.cache_memory import DecodeStep, Rooms
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.device_sampling import Choice
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.device_sampling import Choice
+from quantmoe.runtime.choosing.sampling import Choose
 from quantmoe.runtime.opened_model import OpenedModel, is_count, need_count, shares_buffer_of, token_ids
-from quantmoe.runtime.sampling import Choose
 from quantmoe.runtime.saved_states import load as load_states
 from quantmoe.runtime.saved_states import save as save_states
 from quantmoe.runtime.speculate import Head, Lookup, OtherModel, Speculation

@@ -38,10 +38,10 @@ from quantmoe.exporter.memory import OnGpu, doing
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.constraint import Constraint
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.choosing.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.runtime.device import stream, wait
-from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
-from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.runtime.session_thread import SESSION_THREAD
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.folder.model_file import ranks_stated
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.targets import of_device
-from quantmoe.runtime.sampling import Choose, Sampler
+from quantmoe.runtime.choosing.sampling import Choose, Sampler
 
 #: what torchrun says to each process
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quantmoe.runtime.reply_parser import Delta, ReplyParser
+from quantmoe.runtime.choosing.reply_parser import Delta, ReplyParser
 from quantmoe.serving.protocol import finite
 from quantmoe.serving.scheduler import Event, Request
 

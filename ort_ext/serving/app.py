@@ -23,7 +23,7 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 from quantmoe.exporter.folder.sampling_options import sampling_of
 from quantmoe.runtime.chat import TemplateArguments, Text
-from quantmoe.runtime.constraint import Grammar
+from quantmoe.runtime.choosing.constraint import Grammar
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.embeddings import Embeddings

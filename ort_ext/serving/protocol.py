@@ -57,7 +57,7 @@ class Ask(Options):
     store: StrictBool | None = Field(None, description="has no effect")
 
     def rules(self) -> dict[str, str]:
-        """Return what the answer follows, by the kinds of quantmoe.runtime.constraint.Grammar."""
+        """Return what the answer follows, by the kinds of quantmoe.runtime.choosing.constraint.Grammar."""
         return {kind: text for kind in ("regex", "grammar") if (text := getattr(self, kind)) is not None}
 
     @property

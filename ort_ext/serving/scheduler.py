@@ -16,8 +16,8 @@ from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.sampling import check_sampling
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.sampling import check_sampling
 from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.choosing import Chances, Choosing, Chosen
 from quantmoe.serving.paged_cache import PagedRows

@@ -17,8 +17,9 @@ import pytest
 
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.exporter.folder.sampling_options import Sampling
-from quantmoe.runtime import device, device_sampling
-from quantmoe.runtime.sampling import Penalties, Sampler, probabilities
+from quantmoe.runtime import device
+from quantmoe.runtime.choosing import device_sampling
+from quantmoe.runtime.choosing.sampling import Penalties, Sampler, probabilities
 
 torch = pytest.importorskip("torch")
 try:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 
 
 class Acme(Format):

@@ -12,8 +12,8 @@ from support.chosen_there import Choice, choosing_there
 
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import cache as caches
+from quantmoe.runtime.choosing.sampling import Sampler
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
-from quantmoe.runtime.sampling import Sampler
 
 FLOAT = {"activations": "float", "logits": "last"}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -19,9 +19,9 @@ from test_chat import generate
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.reply_formats import reply_format
 from quantmoe.exporter.folder.sampling_options import Sampling
-from quantmoe.runtime import device_sampling
 from quantmoe.runtime.chat import Chat, Text
-from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing import device_sampling
+from quantmoe.runtime.choosing.constraint import Constraint, Grammar, Vocabulary
 from quantmoe.runtime.generate import Generator
 
 FLOAT = {"activations": "float", "logits": "all"}

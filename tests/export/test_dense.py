@@ -37,7 +37,7 @@ from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format

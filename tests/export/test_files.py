@@ -475,7 +475,7 @@ def test_refusals(checkpoint, tmp_path, config, message):
 
 
 def test_missing_dense_tensor_is_named(checkpoint, tmp_path, monkeypatch):
-    from quantmoe.exporter.reading.formats.base import Format
+    from quantmoe.exporter.reading.weights.base import Format
 
     names = Format.parameters
     monkeypatch.setattr(Format, "parameters", lambda self: [n for n in names(self) if n != "model.norm.weight"])

@@ -23,8 +23,8 @@ from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.placeholders import DTYPES
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.choosing.sampling import Sampler
 from quantmoe.runtime.generate import Generator
-from quantmoe.runtime.sampling import Sampler
 from quantmoe.runtime.speculate import Lookup, Speculation
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]

@@ -13,8 +13,8 @@ from quantmoe import Generator
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.sampling import Choose, Sampler
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.sampling import Choose, Sampler
 
 
 class Choice:

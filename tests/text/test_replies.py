@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quantmoe.exporter.commands.terminal_conversation import DIM, PLAIN, shown
 from quantmoe.exporter.folder.chat_template import Template, folder_turns
 from quantmoe.exporter.folder.reply_formats import FORMATS, reply_format
-from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.runtime.choosing.reply_parser import Reply, ReplyParser, parse_reply
 
 TOOLS = [
     {

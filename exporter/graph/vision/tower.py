@@ -21,7 +21,7 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.base import BESIDE, VISION
+from quantmoe.exporter.reading.weights.base import BESIDE, VISION
 from quantmoe.exporter.targets import Target
 
 #: sizes of the traced examples, distinct, and neither 0 nor 1, which torch.export would take as fixed

@@ -27,8 +27,8 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import is_outline, outline
-from quantmoe.exporter.reading.formats.affine import carried_group, growth
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.reading.weights.affine import carried_group, growth
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Reads, Tensor
 from quantmoe.exporter.safetensors_file import DTYPES
 
 #: quant_type -> op.def's format

@@ -25,8 +25,8 @@ import regex
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
-from quantmoe.exporter.reading.formats import rotations
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.weights import rotations
+from quantmoe.exporter.reading.weights.base import (
     FLOATS,
     Format,
     ModuleScheme,
@@ -38,7 +38,7 @@ from quantmoe.exporter.reading.formats.base import (
     integer_kind,
     matches,
 )
-from quantmoe.exporter.reading.formats.bits import in_order, unpack_nibbles, unpack_words
+from quantmoe.exporter.reading.weights.bits import in_order, unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format; integers' are :func:`integer_kind`'s
 WEIGHTS = {

@@ -19,7 +19,8 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.formats.fp8 import row_scales
+from quantmoe.exporter.reading.weights.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
@@ -30,7 +31,6 @@ from quantmoe.exporter.reading.formats.base import (
     float_scheme,
     unrounded,
 )
-from quantmoe.exporter.reading.formats.fp8 import row_scales
 
 
 class FBGEMM(Format):

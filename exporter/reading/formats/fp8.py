@@ -19,7 +19,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 
 
 class FP8(Format):

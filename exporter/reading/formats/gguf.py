@@ -14,10 +14,10 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Reads, Tensor
 
 #: ggml type that is not carried -> why
 REFUSED = {

@@ -23,9 +23,9 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import STACKED, Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
-from quantmoe.exporter.reading.formats.bits import unpack_words
+from quantmoe.exporter.reading.weights.affine import affine, carried_affine, carried_group, carrier
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
+from quantmoe.exporter.reading.weights.bits import unpack_words
 
 #: families of which mlx-lm changes nothing beside stacking experts
 FAMILIES = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")

@@ -27,9 +27,9 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.checkpoint import Checkpoint, is_outline, outline
-from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.reading.weights.affine import affine, carried_affine, carried_group, carrier
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 from quantmoe.exporter.safetensors_file import read_metadata
 
 #: class of a weight that is not read -> why

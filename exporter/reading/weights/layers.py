@@ -9,9 +9,9 @@ from typing import Any
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import MAX_SIZE, check_sizes
 from quantmoe.exporter.reading.families import GATES
-from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, Format, ModuleScheme, MoELayer
-from quantmoe.exporter.reading.formats.experts import NAMINGS, named_experts
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.base import FLOAT_KINDS, Format, ModuleScheme, MoELayer
+from quantmoe.exporter.reading.weights.experts import NAMINGS, named_experts
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 
 #: fields of config.json that count them
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

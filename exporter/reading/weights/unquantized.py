@@ -17,7 +17,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.families import is_transposed
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.weights.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
@@ -29,8 +29,8 @@ from quantmoe.exporter.reading.formats.base import (
     searched_scheme,
     unrounded,
 )
-from quantmoe.exporter.reading.formats.experts import refuse_dense
-from quantmoe.exporter.reading.formats.rounding import quantized
+from quantmoe.exporter.reading.weights.experts import refuse_dense
+from quantmoe.exporter.reading.weights.rounding import quantized
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "q4_k": (256,), "q5_k": (256,), "q6_k": (256,),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError, dense
-from quantmoe.exporter.reading.formats.base import ALL_BESIDE
+from quantmoe.exporter.reading.weights.base import ALL_BESIDE
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.checkpoint import Checkpoint

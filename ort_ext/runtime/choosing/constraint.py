@@ -12,8 +12,8 @@ import regex
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.reply_formats import ReplyFormat
-from quantmoe.runtime.reply_parser import opens_reasoning
-from quantmoe.runtime.sampling import Choose
+from quantmoe.runtime.choosing.reply_parser import opens_reasoning
+from quantmoe.runtime.choosing.sampling import Choose
 
 #: tokens at the end of a text in which a mark is looked for
 _MARK = 32

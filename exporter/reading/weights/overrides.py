@@ -7,7 +7,7 @@ from typing import Any
 import regex
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import group_size_of, matches
+from quantmoe.exporter.reading.weights.base import group_size_of, matches
 
 #: the fields that decide numerics
 FIELDS = ("bits", "group_size", "sym", "desc_act")

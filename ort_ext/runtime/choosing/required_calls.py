@@ -11,7 +11,7 @@ import regex
 
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.folder.chat_template import Template
-from quantmoe.runtime.constraint import SPACE, Grammar
+from quantmoe.runtime.choosing.constraint import SPACE, Grammar
 
 #: the call that is rendered
 NAME, ARGUMENTS = "name_of_the_function", {"argument": "value"}

@@ -12,11 +12,11 @@ import numpy as np
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.buffer import Buffer
+from quantmoe.runtime.choosing.sampling import check_sampling
 from quantmoe.runtime.device import Pages, copy, library, stream, wait
-from quantmoe.runtime.sampling import check_sampling
 
 if TYPE_CHECKING:
-    from quantmoe.runtime.constraint import Constraint
+    from quantmoe.runtime.choosing.constraint import Constraint
 
 #: qm_type
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
