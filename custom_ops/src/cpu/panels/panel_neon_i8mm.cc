@@ -1,5 +1,5 @@
 // NEON with the int8 matrix multiply (Armv8.6; Neoverse V1, N2 and later, Graviton3, Apple M2).
-#include "cpu/neon.h"
+#include "cpu/tiles/neon.h"
 
 namespace quantmoe {
 namespace {

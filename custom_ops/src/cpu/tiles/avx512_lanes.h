@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "cpu/column_tile.h"
+#include "cpu/tiles/column_tile.h"
 
 namespace quantmoe {
 namespace {

@@ -1,5 +1,5 @@
 // NEON with the int8 dot product (optional in Armv8.2; Neoverse N1, Graviton2, Cortex-A75 and later, Apple M1).
-#include "cpu/neon.h"
+#include "cpu/tiles/neon.h"
 
 namespace quantmoe {
 

@@ -30,7 +30,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu/row_tile.h"
+#include "cpu/tiles/row_tile.h"
 
 namespace quantmoe {
 namespace {

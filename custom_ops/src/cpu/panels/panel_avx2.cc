@@ -11,9 +11,9 @@
 // Two vectors of nibbles share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows of
 // 8-bit codes. Codes are offset by 8 or 128. Accumulators start at -offset * sum(x), which pack_tile has put into the
 // tile.
-#include "cpu/avx2_lanes.h"
-#include "cpu/code_panels.h"
 #include "cpu/elementwise.h"
+#include "cpu/tiles/avx2_lanes.h"
+#include "cpu/tiles/code_panels.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "cpu/column_tile.h"
+#include "cpu/tiles/column_tile.h"
 
 namespace quantmoe {
 namespace {

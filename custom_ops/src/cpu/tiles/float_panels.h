@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cpu/column_tile.h"
+#include "cpu/tiles/column_tile.h"
 
 namespace quantmoe {
 namespace {

@@ -13,7 +13,7 @@
 #pragma once
 #include <utility>
 
-#include "cpu/k_tile.h"
+#include "cpu/tiles/k_tile.h"
 
 namespace quantmoe {
 namespace {

@@ -11,8 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "cpu/avx512_rows.h"
-#include "cpu/code_panels.h"
+#include "cpu/tiles/avx512_rows.h"
+#include "cpu/tiles/code_panels.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {

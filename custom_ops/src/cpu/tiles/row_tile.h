@@ -31,7 +31,7 @@
 #pragma once
 #include <utility>
 
-#include "cpu/float_panels.h"
+#include "cpu/tiles/float_panels.h"
 
 namespace quantmoe {
 namespace {

@@ -9,8 +9,8 @@
 // vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations. Accumulators start at -offset *
 // sum(x), which pack_tile has put into the tile. All of it is exact in int32.
 #pragma once
-#include "cpu/avx512_lanes.h"
-#include "cpu/row_tile.h"
+#include "cpu/tiles/avx512_lanes.h"
+#include "cpu/tiles/row_tile.h"
 
 namespace quantmoe {
 namespace {

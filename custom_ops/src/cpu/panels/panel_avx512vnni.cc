@@ -1,6 +1,6 @@
 // Panels times token tiles with AVX512-VNNI.
-#include "cpu/avx512_rows.h"
 #include "cpu/elementwise.h"
+#include "cpu/tiles/avx512_rows.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {

@@ -2,8 +2,8 @@
 #pragma once
 #include <arm_neon.h>
 
-#include "cpu/column_tile.h"
-#include "cpu/neon_scaled.h"
+#include "cpu/tiles/column_tile.h"
+#include "cpu/tiles/neon_scaled.h"
 
 namespace quantmoe {
 namespace {

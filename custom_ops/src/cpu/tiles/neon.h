@@ -14,8 +14,8 @@
 #endif
 
 #include "cpu/elementwise.h"
-#include "cpu/neon_lanes.h"
-#include "cpu/neon_scaled.h"
+#include "cpu/tiles/neon_lanes.h"
+#include "cpu/tiles/neon_scaled.h"
 
 namespace quantmoe {
 namespace {
