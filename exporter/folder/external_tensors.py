@@ -36,9 +36,9 @@ class ExternalTensor:
 
 
 def external_tensors(path: Path) -> list[ExternalTensor]:
-    """Return those of a model's graph, without the ones that lack an offset or a length.
+    """Return the tensors of a model's graph that have an offset and a length.
 
-    A graph with graphs inside has none, since what these take is not looked at; nor has a file that is no model.
+    There is none in a graph with graphs inside, since what these take is not looked at, or in a file that is no model.
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,6 +1,6 @@
 """Fields of a protobuf message, without the classes of package onnx, whose import takes a third of a second.
 
-The encoding is https://protobuf.dev/programming-guides/encoding; numbers of fields are those of onnx.proto.
+https://protobuf.dev/programming-guides/encoding describes the encoding. onnx.proto numbers the fields.
 """
 
 from __future__ import annotations
