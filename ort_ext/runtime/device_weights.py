@@ -136,7 +136,9 @@ def _capsule(tensor: ExternalTensor, address: int, block: gpu.Block) -> Any:
     """Return a DLPack capsule. What takes it over keeps the block until it is deleted."""
     shape = (ctypes.c_int64 * len(tensor.shape))(*tensor.shape)
     code, bits = TYPES[tensor.data_type]
-    made = _Tensor(address, (CUDA, 0), len(shape), code, bits, 1, shape, None, 0, None, _release)
+    made = _Tensor(
+        data=address, device=(CUDA, 0), ndim=len(shape), code=code, bits=bits, lanes=1, shape=shape, deleter=_release
+    )
     _HELD[ctypes.addressof(made)] = made, shape, block
     new: Callable[..., Any] = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]  # type: ignore[attr-defined]
