@@ -6,7 +6,18 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from quantmoe.runtime.chat import TemplateArguments
 
@@ -55,6 +66,13 @@ class Ask(Options):
     user: StrictStr | None = Field(None, description="has no effect")
     metadata: dict[str, StrictStr] | None = Field(None, description="has no effect")
     store: StrictBool | None = Field(None, description="has no effect")
+
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, given: StreamOptions | None, others: ValidationInfo) -> StreamOptions | None:
+        if given is not None and not others.data.get("stream"):
+            raise ValueError("is given without stream; send stream: true, or leave it out")
+        return given
 
     def rules(self) -> dict[str, str]:
         """Return what the answer follows, by the kinds of quantmoe.runtime.constraint.Grammar."""
@@ -148,7 +166,7 @@ class Message(Options):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ValueError("a message without tool_calls needs a content")
+            raise ValueError("has no content, expected text; only a message with tool_calls needs none")
         return self
 
     def given(self, knows_developer: bool) -> dict[str, Any]:
@@ -213,6 +231,13 @@ class AskChat(Ask):
     reasoning_effort: StrictStr | None = Field(None, description="for chat templates that read it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template reads")
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _has_logprobs(cls, given: int | None, others: ValidationInfo) -> int | None:
+        if given is not None and not others.data.get("logprobs"):
+            raise ValueError("is given without logprobs; send logprobs: true, or leave it out")
+        return given
 
     def rules(self) -> dict[str, str]:
         asked = self.response_format
