@@ -122,9 +122,20 @@ class Text:
             )
         if self.template:
             return self.ids(self.template.render(messages, **(arguments or TemplateArguments()).rendered_with()))
-        if arguments is not None and arguments != TemplateArguments():
-            raise OptionError("tools and template arguments need a chat template, and the folder has none")
+        self.check_arguments(arguments)
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
+
+    def check_arguments(self, arguments: TemplateArguments | None) -> None:
+        """Check that a template takes ``arguments``.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if self.template is None and arguments not in (None, TemplateArguments()):
+            raise OptionError(
+                "arguments has tools or variables, which a chat template reads, and the model has none: describe the "
+                "tools in the prompt, or put the instruct model's chat_template.jinja into its folder"
+            )
 
     def ids(self, text: str, begins: bool = False) -> list[int]:
         """Return the token ids of a text; with ``begins``, also the special tokens at the begin of a text.
@@ -199,6 +210,7 @@ class Chat:
 
     Raises:
         ModelError: there is no tokenizer.json, or a file is damaged.
+        OptionError: there is no chat template for ``arguments``.
     """
 
     def __init__(
@@ -210,6 +222,7 @@ class Chat:
     ):
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
+        self.text.check_arguments(arguments)
         self.cache.tail = TAIL
         self.arguments = arguments or TemplateArguments()
         self.sampling = folder_sampling(model.path.parent)

@@ -16,8 +16,8 @@ from quantmoe.exporter.reading.token_length import TokenLength
 from quantmoe.exporter.reading.tokenizer import read_tokenizer
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model" / "checkpoint" / "tokenizer.json"
-WORDS = ["the sea was calm", "  ", "\n\n\n", "Ångström", "e\u0301", "U\u0308\u0304", "ι\u0308\u0301", "한국", "\u1112\u1161\u11ab",
-         "語", "😀", "K\u0327\u212a", "<mark>", "\t", "0123456789"]  # fmt: skip
+WORDS = ["the sea was calm", "  ", "\n\n\n", "Ångström", "e\u0301", "U\u0308\u0304", "\u03b9\u0308\u0301", "한국",
+         "\u1112\u1161\u11ab", "語", "😀", "K\u0327\u212a", "<mark>", "\t", "0123456789"]  # fmt: skip
 
 
 def in_bytes(**options: Any) -> Tokenizer:
