@@ -28,6 +28,8 @@ from quantmoe.runtime.required_calls import required_calls
 T = TypeVar("T")
 #: tokens at the end of a prompt that may open reasoning
 PROMPT_END = 64
+#: variables of a chat template that messages and tools give
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class TemplateArguments:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tools, taken = self.tools, {"messages", "tools", "add_generation_prompt"}
+        tools = self.tools
         if tools is not None and (isinstance(tools, str | Mapping) or not all(map(_is_tool, tools))):
             raise OptionError(
                 f'tools is {reprlib.repr(tools)}, expected a list of {{"type": "function", "function": {{"name": ..}}}}'
@@ -59,7 +61,7 @@ class TemplateArguments:
             raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: {', '.join(known)}")
         if not isinstance(self.variables, Mapping) or not all(isinstance(name, str) for name in self.variables):
             raise OptionError(f"variables is {self.variables!r}, expected names and values of a template's variables")
-        if found := sorted(taken & self.variables.keys()):
+        if found := sorted(GIVEN & self.variables.keys()):
             raise OptionError(f"variables has {found[0]}, which messages and tools give; expected other names")
 
     @property

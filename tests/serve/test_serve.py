@@ -29,6 +29,7 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from once import made_once
+from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from support.chosen_there import choosing_there
@@ -316,10 +317,24 @@ def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) 
         (called,) = ask(tool_choice=choice, seed=1).choices[0].message.tool_calls
         assert called.function.name == "weather"
         assert "city" in json.loads(called.function.arguments)
-    for wrong in ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, {"tool_choice": "any"}):
-        with pytest.raises(openai.BadRequestError) as error:
-            ask(**wrong)
-        assert error.value.param in ("tool_choice", "messages")
+
+
+def test_what_openais_client_sends_by_itself(client: openai.OpenAI) -> None:
+    """A tool of a class is strict; an answer that is sent back has fields without values."""
+
+    class Weather(BaseModel):
+        city: str
+
+    ask = partial(client.chat.completions.create, model="served", max_tokens=5, temperature=0, service_tier="auto",
+                  prompt_cache_key="a", safety_identifier="b", modalities=["text"])  # fmt: skip
+    strict: Any = openai.pydantic_function_tool(Weather)
+    assert strict["function"]["strict"] is True
+    messages: Any = [{"role": "user", "content": PROMPTS[0]}]
+    answer = ask(messages=messages, tools=[strict])
+    again: Any = [*messages, answer.choices[0].message.model_dump(), *messages]
+    found = ask(messages=again, tools=[strict])
+    del strict["function"]["strict"]
+    assert ask(messages=again, tools=[strict]).choices[0].message == found.choices[0].message
 
 
 def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
@@ -640,6 +655,13 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", "is missing; add it"),
     ({"messages": MESSAGES, "tool_choice": "any"}, "tool_choice",
      'is "any", expected "auto", "none" or "required" or an object'),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice",
+     'is "required" without tools; send tools, or leave it out'),
+    ({"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}},
+     "tool_choice", 'is the tool "clock", expected one of ["weather"]'),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs",
+     "has tools, which messages and tools give; leave it out"),
+    ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]", 'is "audio", expected "text"'),
     ({"messages": MESSAGES, "response_format": "json"}, "response_format", 'is "json", expected an object'),
     ({"messages": MESSAGES, "response_format": {}}, "response_format.type", "is missing; add it"),
     ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type",
