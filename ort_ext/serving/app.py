@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
 from quantmoe.runtime.chat import TemplateArguments, Text
-from quantmoe.runtime.constraint import Grammar
+from quantmoe.runtime.constraint import Grammar, RuleError
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.embeddings import Embeddings
@@ -211,7 +211,8 @@ class Server:
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
         requests = self._requests(ask, prompts, heard)
         rules = ask.rules()
-        with _refusing(self, next(iter(rules), "tool_choice")):
+        field = {"json_schema": "response_format"}
+        with _refusing(self, next((field.get(kind, kind) for kind in rules), "tool_choice")):
             await _apart(self._constrain, requests, rules, arguments)
         with _refusing(self, "prompt" if isinstance(ask, AskText) else "messages"):
             self.scheduler.submit(requests)
@@ -245,6 +246,7 @@ class Server:
         for request in requests:
             for grammar in found.values():
                 request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
+                request.constraint.allowed()  # here, as the first time may take seconds
 
     def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
         each = ask.n or 1
@@ -284,7 +286,8 @@ def _refusing(server: Server | Embeddings, param: str | None = None) -> Iterator
     except OptionError as error:
         raise Refused(400, _public(server, error), param) from None
     except ModelError as error:
-        raise Refused(400 if param else 500, _public(server, error), param) from None
+        asked = param or isinstance(error, RuleError)
+        raise Refused(400 if asked else 500, _public(server, error), param) from None
     except MemoryError as error:
         raise Refused(500, _public(server, error) or "out of memory") from None
     except ClosedError as error:
@@ -456,6 +459,10 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
         response = Refused(error.status_code, words.get(error.status_code, error.detail)).response()
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(Exception)
+    async def broken(_: HttpRequest, error: Exception) -> Response:
+        return Refused(500, f"an error of the server, {type(error).__name__}; its log says more").response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:

@@ -36,6 +36,7 @@ from support.chosen_there import choosing_there
 
 from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
+from quantmoe.runtime.constraint import RuleError
 from quantmoe.serving.app import BODY, Server, application
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.protocol import Message
@@ -45,6 +46,7 @@ from quantmoe.serving.served_model import ServedModel
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
 PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
            "He that hath", "Behold, the day"]  # fmt: skip
+MESSAGES: Any = [{"role": "user", "content": "a"}]
 CAPACITY, QUEUE = 512, 16
 #: as Hermes' and Qwen's: calls are JSON in tags, and a prompt may open reasoning
 TEMPLATE = """
@@ -354,10 +356,39 @@ def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
     for fields, words in (
         ({"regex": "("}, "the regular expression is refused"),
         ({"regex": "a", "grammar": 'start: "b"'}, "follows regex and grammar, expected one of them"),
+        ({"grammar": "start: start"}, r"an answer cannot follow its rule: \w+; give a simpler rule"),
     ):
         with pytest.raises(openai.BadRequestError, match=words) as error:
             complete(client, PROMPTS[0], extra_body=fields)
-        assert error.value.param == "regex"
+        assert error.value.param == next(iter(fields))
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="the JSON schema is refused") as error:
+        client.chat.completions.create(model="served", messages=messages, response_format=wrong)
+    assert error.value.param == "response_format"
+
+
+def test_a_rule_that_fails_later_is_the_requests(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuleError("too complex")
+
+    monkeypatch.setattr("quantmoe.runtime.constraint.Constraint.add", fail)
+    with pytest.raises(openai.BadRequestError, match="too complex"):
+        complete(client, PROMPTS[0], 3, extra_body={"regex": "a+"})
+
+
+def test_a_variable_of_the_template_may_have_any_name(client: openai.OpenAI) -> None:
+    names = {"self": 1, "1 x": 2, "range": 3, "enable_thinking": False}
+    found = client.chat.completions.create(
+        model="served", messages=MESSAGES, max_tokens=2, extra_body={"chat_template_kwargs": names}
+    )
+    assert found.usage.completion_tokens == 2
+
+
+def test_an_error_of_the_server_is_openais_too(served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served[0], "complete", None)
+    status, _, answer = send(served[1], "/v1/completions", json.dumps({"prompt": "a"}))
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert answer["error"]["message"] == "an error of the server, TypeError; its log says more"
 
 
 def test_models_health_and_metrics(served: tuple[Server, int], client: openai.OpenAI) -> None:
@@ -611,7 +642,6 @@ def test_what_is_wrong_is_refused(served: tuple[Server, int], kind: str) -> None
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-MESSAGES = [{"role": "user", "content": "a"}]
 #: fields of a request to /v1/completions, or with messages to /v1/chat/completions; the field at fault, and the words
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({}, "prompt", "is missing; add it"),
