@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.sampling import Sampling, folder_sampling
+from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling
 
 #: Ollama's names, and those of the options
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_new_tokens"}

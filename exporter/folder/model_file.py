@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quantmoe.exporter.errors import ModelError, need_path
-from quantmoe.exporter.folder.files import MODEL, ranks_in
+from quantmoe.exporter.folder.files import LFS_POINTER, MODEL, hub_name, is_plain, ranks_in
 from quantmoe.exporter.folder.metadata import PRODUCER, RANK, TARGET, WORLD
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name, is_plain
 from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:

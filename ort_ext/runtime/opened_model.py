@@ -33,8 +33,8 @@ from quantmoe.exporter.folder.metadata import (
     WORLD,
 )
 from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.memory import OnGpu, doing
-from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer

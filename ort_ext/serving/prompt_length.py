@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantmoe.exporter.errors import ContextError
-from quantmoe.exporter.reading.token_length import TokenLength
+from quantmoe.exporter.folder.token_length import TokenLength
 
 
 class PromptLength:

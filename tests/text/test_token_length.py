@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from quantmoe.exporter.reading.token_length import TokenLength
-from quantmoe.exporter.reading.tokenizer import read_tokenizer
+from quantmoe.exporter.folder.token_length import TokenLength
+from quantmoe.exporter.folder.tokenizer import read_tokenizer
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model" / "checkpoint" / "tokenizer.json"
 WORDS = ["the sea was calm", "  ", "\n\n\n", "Ångström", "e\u0301", "U\u0308\u0304", "\u03b9\u0308\u0301", "한국",
