@@ -1,4 +1,4 @@
-"""How a conversation's answers are made: what options said, until a person sets something else."""
+"""Settings of a conversation's answers: from options, until a person types others."""
 
 from __future__ import annotations
 

@@ -271,10 +271,10 @@ def generate(
     if chat:
         from quantmoe.exporter.commands.terminal_conversation import Conversation
 
-        def tell(text: str) -> None:
+        def complain(text: str) -> None:
             print(f"quantmoe: {one_line(text)}", file=sys.stderr)
 
-        answered = Conversation(talk, reply, tell, settings).run(prompt)
+        answered = Conversation(talk, reply, complain, settings).run(prompt)
     elif prompt is not None:
         reply(talk, prompt, **settings.options())
     end(model, cache)

@@ -116,7 +116,7 @@ def keep_lines() -> None:
 
 
 def remember_lines(on: bool) -> None:
-    """Take typed lines for the arrow keys and the file, or no longer."""
+    """Take the typed lines that follow for the arrow keys and the file, or leave them out."""
     with contextlib.suppress(ImportError):
         import readline
 

@@ -1,4 +1,4 @@
-"""How few tokens a text can have, so that one that is much too long is refused before it is tokenized."""
+"""The least number of tokens of a text, so that a text that is much too long is refused before it is tokenized."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ class Text:
         """
         if self.template is None and arguments not in (None, TemplateArguments()):
             raise OptionError(
-                "arguments has tools or variables, which a chat template reads, and the model has none: describe the "
-                "tools in the prompt, or put the instruct model's chat_template.jinja into its folder"
+                "tools and variables need a chat template, and the model has none: describe tools in the prompt, or put "
+                "a chat_template.jinja into the folder"
             )
 
     def ids(self, text: str, begins: bool = False) -> list[int]:

@@ -9,7 +9,7 @@ from quantmoe.exporter.folder.token_length import TokenLength
 
 
 class PromptLength:
-    """How long a prompt may be.
+    """The most tokens of a prompt.
 
     Args:
         tokenizer: a tokenizers.Tokenizer. most: tokens of a prompt at most. what: a prompt's name in errors.

@@ -832,11 +832,12 @@ def test_tools_and_arguments_reach_the_template(calling: Path) -> None:
         with pytest.raises(OptionError, match=message):
             TemplateArguments(**options)
     with pytest.raises(
-        OptionError, match="which a chat template reads, and the model has none: describe the tools in the prompt"
+        OptionError,
+        match="tools and variables need a chat template, and the model has none: describe tools in the prompt",
     ):
         Text(calling, raw=True).encode(messages, arguments=TemplateArguments(tools=[WEATHER]))
     for arguments in (TemplateArguments(tools=[WEATHER]), TemplateArguments(variables={"enable_thinking": False})):
-        with pytest.raises(OptionError, match="arguments has tools or variables"):
+        with pytest.raises(OptionError, match="tools and variables need a chat template"):
             Chat(Generator(calling), Text(calling, raw=True), arguments=arguments)
 
 
