@@ -135,8 +135,8 @@ class Text:
         """
         if self.template is None and arguments not in (None, TemplateArguments()):
             raise OptionError(
-                "tools and variables need a chat template, and the model has none: describe tools in the prompt, or put "
-                "a chat_template.jinja into the folder"
+                "tools and variables need a chat template, and the model has none: describe tools in the prompt, or "
+                "put a chat_template.jinja into the folder"
             )
 
     def ids(self, text: str, begins: bool = False) -> list[int]:

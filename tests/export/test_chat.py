@@ -833,7 +833,7 @@ def test_tools_and_arguments_reach_the_template(calling: Path) -> None:
             TemplateArguments(**options)
     with pytest.raises(
         OptionError,
-        match="tools and variables need a chat template, and the model has none: describe tools in the prompt",
+        match="a chat template, and the model has none: describe tools in the prompt, or put a",
     ):
         Text(calling, raw=True).encode(messages, arguments=TemplateArguments(tools=[WEATHER]))
     for arguments in (TemplateArguments(tools=[WEATHER]), TemplateArguments(variables={"enable_thinking": False})):
