@@ -736,6 +736,29 @@ def test_a_prompt_that_is_much_too_long_is_not_tokenized(
     )
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_others_are_answered_while_a_prompt_is_tokenized(
+    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    ids, began, go_on = served[0].text.ids, threading.Event(), threading.Event()
+
+    def slow(text: str, begins: bool = False) -> list[int]:
+        began.set()
+        assert go_on.wait(60)
+        return ids(text, begins)
+
+    monkeypatch.setattr(served[0].text, "ids", slow)
+    fields = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, served[1], path, json.dumps(fields | {"max_tokens": 1}))
+        assert began.wait(60)
+        try:
+            assert send(served[1], "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1}))[0] == 200
+        finally:
+            go_on.set()
+        assert answer.result()[0] == 200
+
+
 def test_a_prompt_longer_than_the_model_has_no_other_way_out(folder: Path) -> None:
     with ServedModel(folder) as model:
         context = model.context
