@@ -140,7 +140,7 @@ def generate(
     """Answer a prompt, or hold a conversation."""
     from quantmoe.exporter.commands.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.exporter.folder.model_file import model_path
-    from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling, not_applied
+    from quantmoe.exporter.folder.sampling_options import folder_sampling, not_applied
     from quantmoe.exporter.folder.tokenizer import stop_tokens
     from quantmoe.runtime import ranks, saved_states
     from quantmoe.runtime.cache import TAIL
@@ -196,9 +196,10 @@ def generate(
         if own.rank:  # rank 0 chooses and prints
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
-    sampling = folder_sampling(folder, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                               repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                               frequency_penalty=frequency_penalty)  # fmt: skip
+    chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+              "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+              "frequency_penalty": frequency_penalty}  # fmt: skip
+    sampling = folder_sampling(folder, **chosen)
     if ignored := not_applied(folder):
         fields = ", ".join(ignored)
         print(
@@ -240,6 +241,7 @@ def generate(
         _tell_end(found, most, model.context)
         end(model, cache)
         return
+    from quantmoe.exporter.commands.answer_settings import AnswerSettings
     from quantmoe.runtime.chat import Chat, Text
 
     text = Text(folder, raw)
@@ -260,8 +262,8 @@ def generate(
         _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
         end(model, cache)
         return
-    chosen = sampling or Sampling(temperature=0)  # Chat takes None for what the folder says
-    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=chosen, grammar=rule)
+    settings = AnswerSettings(folder, most, stop or (), chosen)
+    reply = partial(_reply, grammar=rule)
     alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
@@ -271,11 +273,12 @@ def generate(
     if chat:
         from quantmoe.exporter.commands.terminal_conversation import Conversation
 
-        answered = Conversation(talk, reply, lambda text: print(f"quantmoe: {one_line(text)}", file=sys.stderr)).run(
-            prompt
-        )
+        def complain(text: str) -> None:
+            print(f"quantmoe: {one_line(text)}", file=sys.stderr)
+
+        answered = Conversation(talk, reply, complain, settings).run(prompt)
     elif prompt is not None:
-        reply(talk, prompt)
+        reply(talk, prompt, **settings.options())
     end(model, cache)
     if not answered:
         raise typer.Exit(1)

@@ -93,7 +93,7 @@ class Template:
             raise ModelError(f"{path}: {_words(error)}") from None
 
     def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self, /, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> str:
         """Return the conversation as text that the model continues with its answer.
 
@@ -119,7 +119,7 @@ class Template:
         assert refused is not None
         raise ModelError(f"{self.path}: {_words(refused)}") from None
 
-    def render_kept(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+    def render_kept(self, /, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return the conversation as text, with answers as they came: each after the prompt that it was given to.
 
         A template like gpt-oss' refuses an answer with its channels, and writes the header of a channel before others.
@@ -133,7 +133,7 @@ class Template:
             text += messages[i]["content"] + self._after_answer(messages[: i + 2], **variables)
         return text
 
-    def _after_answer(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+    def _after_answer(self, /, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """Return what is rendered after the last answer, whatever answers say."""
         mark = "[answer]"
         while any(mark in message["content"] for message in messages if message["role"] != "assistant"):

@@ -28,6 +28,8 @@ from quantmoe.runtime.opened_model import need_count
 T = TypeVar("T")
 #: tokens at the end of a prompt that may open reasoning
 PROMPT_END = 64
+#: variables of a chat template that messages and tools give
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class TemplateArguments:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tools, taken = self.tools, {"messages", "tools", "add_generation_prompt"}
+        tools = self.tools
         if tools is not None and (isinstance(tools, str | Mapping) or not all(map(_is_tool, tools))):
             raise OptionError(
                 f'tools is {reprlib.repr(tools)}, expected a list of {{"type": "function", "function": {{"name": ..}}}}'
@@ -59,7 +61,7 @@ class TemplateArguments:
             raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: {', '.join(known)}")
         if not isinstance(self.variables, Mapping) or not all(isinstance(name, str) for name in self.variables):
             raise OptionError(f"variables is {self.variables!r}, expected names and values of a template's variables")
-        if found := sorted(taken & self.variables.keys()):
+        if found := sorted(GIVEN & self.variables.keys()):
             raise OptionError(f"variables has {found[0]}, which messages and tools give; expected other names")
 
     @property
@@ -122,9 +124,20 @@ class Text:
             )
         if self.template:
             return self.ids(self.template.render(messages, **(arguments or TemplateArguments()).rendered_with()))
-        if arguments is not None and arguments != TemplateArguments():
-            raise OptionError("tools and template arguments need a chat template, and the folder has none")
+        self.check_arguments(arguments)
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
+
+    def check_arguments(self, arguments: TemplateArguments | None) -> None:
+        """Check that a template takes ``arguments``.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if self.template is None and arguments not in (None, TemplateArguments()):
+            raise OptionError(
+                "tools and variables need a chat template, and the model has none: describe tools in the prompt, or "
+                "put a chat_template.jinja into the folder"
+            )
 
     def ids(self, text: str, begins: bool = False) -> list[int]:
         """Return the token ids of a text; with ``begins``, also the special tokens at the begin of a text.
@@ -199,6 +212,7 @@ class Chat:
 
     Raises:
         ModelError: there is no tokenizer.json, or a file is damaged.
+        OptionError: there is no chat template for ``arguments``.
     """
 
     def __init__(
@@ -210,6 +224,7 @@ class Chat:
     ):
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
+        self.text.check_arguments(arguments)
         self.cache.tail = TAIL
         self.arguments = arguments or TemplateArguments()
         self.sampling = folder_sampling(model.path.parent)

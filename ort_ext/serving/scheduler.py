@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
-from quantmoe.exporter.errors import ContextError, ModelError, OptionError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
@@ -22,6 +22,7 @@ from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.choosing import Chances, Choosing, Chosen
 from quantmoe.serving.paged_cache import PagedRows
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.prompt_length import PromptLength
 from quantmoe.serving.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -153,6 +154,10 @@ class Scheduler:
     ):
         check_serves(model)
         self._size = cache_bytes
+        longer = capacity < min(model.context, model.short_context)
+        way_out = "shorten the prompt" + ", or start the server with a larger --max-length" * longer
+        #: of prompts
+        self.length = PromptLength(text.tokenizer, capacity - 1, "the prompt", way_out)
         self.model, self.text, self.capacity, self.queue = model, text, capacity, queue
         self.failed: BaseException | None = None
         self._metrics, self._count = metrics, rows
@@ -178,12 +183,8 @@ class Scheduler:
             OptionError: sampling has a token outside the vocabulary.
         """
         for request in requests:
-            self.model.check(request.ids, room=1)
-            if (count := len(request.ids)) >= self.capacity:
-                raise ContextError(
-                    f"the prompt has {count} tokens, expected at most {self.capacity - 1}: shorten the prompt, or "
-                    "start the server with a larger --max-length"
-                )
+            self.length.check(len(request.ids))
+            self.model.check(request.ids)
             check_sampling(request.sampling, self.model.vocabulary or 0)
         with self._changed:
             if self._closed:

@@ -21,6 +21,10 @@ _MARK = 32
 SPACE = r" |\n[ \t]{0,20}"
 
 
+class RuleError(ModelError):
+    """A rule that llguidance cannot follow."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A rule that an answer follows.
@@ -123,7 +127,7 @@ class Constraint:
         """Return bits uint32 [ceil(vocabulary / 32)] of the tokens that may come next; None: all may.
 
         Raises:
-            ModelError: the rule is too complex for llguidance.
+            RuleError: the rule is too complex for llguidance.
         """
         if self._free:
             return None
@@ -137,7 +141,7 @@ class Constraint:
         """Go on after a token that was chosen.
 
         Raises:
-            ModelError: it does not follow the rule.
+            RuleError: it does not follow the rule.
         """
         if not self._free and self._opens != token:
             self._opens = None
@@ -176,7 +180,8 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ModelError(f"the grammar cannot go on: {self._matcher.get_error()}")
+            words = self._matcher.get_error().partition("\n<state>")[0]  # without llguidance's own data
+            raise RuleError(f"an answer cannot follow its rule: {words}; give a simpler rule")
 
 
 @cache
