@@ -24,7 +24,7 @@ def keep_last_logits(model: ir.Model, count: int | None = 1, token_rows: bool = 
     Args:
         count: 1 makes n a fixed size. None: a session chooses by an initializer ``num_logits``, int64 [1], which is 1
             unless it is replaced. A row of fewer tokens has logits of padding in front, or its first ones again.
-        token_rows: the target has TokenRows nodes, which give the indices, also as many as a session chooses.
+        token_rows: where the graph has no TokenRows node, which gives the indices, one is added.
 
     Returns:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
@@ -34,7 +34,7 @@ def keep_last_logits(model: ir.Model, count: int | None = 1, token_rows: bool = 
         return False
     node, hidden, between = found
     ops = tape.Tape()
-    made = _token_rows(graph, ops) if token_rows and (count or 1) == 1 else None
+    made = _token_rows(graph, ops, token_rows) if count in (None, 1) else None
     if made is not None:
         index = made.outputs[1]
         if count is None:
@@ -105,9 +105,9 @@ def _of_features(node: ir.Node) -> bool:
     return tensor is not None and tensor.numpy().tolist() in ([-1], [2])
 
 
-def _token_rows(graph: ir.Graph, ops: tape.Tape) -> ir.Node | None:
-    """Return the graph's TokenRows node, or a new one; None: the graph lacks its inputs."""
-    if (node := next((node for node in graph if node.op_type == "TokenRows"), None)) is not None:
+def _token_rows(graph: ir.Graph, ops: tape.Tape, add: bool) -> ir.Node | None:
+    """Return the graph's TokenRows node, or a new one with ``add``; None: there is none, or the graph lacks inputs."""
+    if (node := next((node for node in graph if node.op_type == "TokenRows"), None)) is not None or not add:
         return node
     inputs = {str(value.name): value for value in graph.inputs}
     key = next((name for name in inputs if name.startswith(PAST) and name.endswith(".key")), None)
