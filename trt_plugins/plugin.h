@@ -204,9 +204,9 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool supports(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
   // An input with a size is not read: TensorRT has it on the device. The size is 1, as without the input.
   bool takes_count(int32_t count) const noexcept {
-    return count == inputs_.count || std::any_of(std::begin(kHostSizes), std::end(kHostSizes), [&](const HostSize& host) {
-             return host.op == op_ && count == host.input + 1;
-           });
+    return count == inputs_.count ||
+           std::any_of(std::begin(kHostSizes), std::end(kHostSizes),
+                       [&](const HostSize& host) { return host.op == op_ && count == host.input + 1; });
   }
   int32_t refuse_count(int32_t count) const noexcept {
     return attempt(-1, [&] {

@@ -12,7 +12,8 @@
 
 namespace quantmoe {
 
-// A dimension: a number, a free size, the larger or the smaller of two, a multiple of one, or any number of dimensions ("..").
+// A dimension: a number, a free size, the larger or the smaller of two, a multiple of one, or any number of dimensions
+// ("..").
 struct Dimension {
   enum Kind { kNumber, kFree, kMax, kMin, kTimes, kRest } kind;
   int64_t number = 0;        // of kNumber and kTimes
