@@ -24,6 +24,7 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.folder.files import FILES
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
+from quantmoe.exporter.folder.reply_formats import FORMATS as REPLIES
 from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
 from quantmoe.exporter.reading.formats.base import Format
@@ -33,7 +34,6 @@ from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.reading.gguf.header import TYPES
-from quantmoe.exporter.reading.reply_formats import FORMATS as REPLIES
 from quantmoe.exporter.targets.ort import TAKEN
 
 HERE = Path(__file__).resolve().parent

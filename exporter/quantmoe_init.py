@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from quantmoe.benchmarks.quality.evaluate import evaluate
     from quantmoe.exporter.choosing.options import Options
     from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
+    from quantmoe.exporter.folder.sampling_options import Sampling
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
-    from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.exporter.writing.convert import export
     from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
     from quantmoe.ort_ext import library_path as ort_library_path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
          "Grammar": "runtime.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
-         "Options": "exporter.choosing.options", "Sampling": "exporter.reading.sampling",
+         "Options": "exporter.choosing.options", "Sampling": "exporter.folder.sampling_options",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
          "evaluate": "benchmarks.quality.evaluate", "export": "exporter.writing.convert",
          "inspect": "exporter.inspecting.inspect", "unpack": "exporter.inspecting.unpack"}  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import TINY, make_checkpoint
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime import ranks
 from quantmoe.runtime.generate import Generator

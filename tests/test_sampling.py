@@ -21,7 +21,7 @@ from transformers.generation import (
 )
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
+from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling, not_applied
 from quantmoe.runtime.sampling import Penalties, Sampler, largest, probabilities
 
 CASES = [

@@ -139,8 +139,8 @@ def generate(
     """Answer a prompt, or hold a conversation."""
     from quantmoe.exporter.commands.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.exporter.folder.model_file import model_path
-    from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
-    from quantmoe.exporter.reading.tokenizer import stop_tokens
+    from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling, not_applied
+    from quantmoe.exporter.folder.tokenizer import stop_tokens
     from quantmoe.runtime import ranks, saved_states
     from quantmoe.runtime.cache import TAIL
     from quantmoe.runtime.generate import Generator

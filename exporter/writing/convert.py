@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
+from quantmoe.exporter.folder.chat_template import DEFAULT, read_templates
 from quantmoe.exporter.folder.files import (
     CALIBRATION,
     DATA,
@@ -26,6 +27,7 @@ from quantmoe.exporter.folder.files import (
     VISION_MODEL,
 )
 from quantmoe.exporter.folder.interface import NUM_LOGITS
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import (
     CHECKPOINT,
     LOGITS,
@@ -37,15 +39,13 @@ from quantmoe.exporter.folder.metadata import (
     TARGET,
     WORLD,
 )
+from quantmoe.exporter.folder.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.hub import fetched
-from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.template import DEFAULT, read_templates
-from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.calibration import weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.exporter.folder.files import MODEL
 from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, STATES, present
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
+from quantmoe.exporter.folder.sampling_options import sampling_of
+from quantmoe.exporter.folder.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.families import family_named
-from quantmoe.exporter.reading.sampling import sampling_of
-from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.targets import CUDA, Target
 
 if TYPE_CHECKING:

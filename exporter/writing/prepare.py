@@ -18,6 +18,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, OptionError, need_path
+from quantmoe.exporter.folder.chat_template import folder_turns
 from quantmoe.exporter.folder.files import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -32,6 +33,7 @@ from quantmoe.exporter.folder.files import (
 )
 from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, EOS, SHORT_CONTEXT
 from quantmoe.exporter.folder.model_file import ranks_stated
+from quantmoe.exporter.folder.tokenizer import TOKENIZER, end_tokens
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.eagle3 import take_head
@@ -40,8 +42,6 @@ from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format,
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.template import folder_turns
-from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.genai import image_processor
 from quantmoe.exporter.writing.output import check_folder

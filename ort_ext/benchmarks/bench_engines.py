@@ -27,9 +27,9 @@ from quantmoe.benchmarks.child_processes import how_ended, unheard_interrupts
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.interface import PAST, STATES, present
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.folder.model_file import model_path
-from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.targets import CPU
 from quantmoe.ort_ext import cuda_library_path, library_path
 from quantmoe.runtime.cache import Buffer

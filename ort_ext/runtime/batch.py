@@ -20,7 +20,7 @@ from quantmoe.runtime.cache_memory import DecodeStep, Rooms
 from quantmoe.runtime.opened_model import OpenedModel
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.reading.sampling import Sampling
+    from quantmoe.exporter.folder.sampling_options import Sampling
     from quantmoe.runtime.constraint import Constraint
     from quantmoe.runtime.device_sampling import Choice
     from quantmoe.runtime.sampling import Choose

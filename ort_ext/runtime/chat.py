@@ -13,10 +13,10 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
-from quantmoe.exporter.reading.reply_formats import FORMATS
-from quantmoe.exporter.reading.sampling import Sampling, folder_sampling
-from quantmoe.exporter.reading.template import load_template
-from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
+from quantmoe.exporter.folder.chat_template import load_template
+from quantmoe.exporter.folder.reply_formats import FORMATS
+from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
 from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary

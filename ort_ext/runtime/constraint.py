@@ -11,7 +11,7 @@ import numpy as np
 import regex
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.reply_formats import ReplyFormat
+from quantmoe.exporter.folder.reply_formats import ReplyFormat
 from quantmoe.runtime.reply_parser import opens_reasoning
 from quantmoe.runtime.sampling import Choose
 

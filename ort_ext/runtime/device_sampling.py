@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.c_calls import checked
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.device import Pages, copy, library, stream, wait
 from quantmoe.runtime.sampling import check_sampling

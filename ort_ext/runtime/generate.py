@@ -15,12 +15,13 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.folder.record import check_recorded, is_recorded
+from quantmoe.exporter.folder.sampling_options import Sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.memory import DRAFTS
-from quantmoe.exporter.reading.sampling import Sampling, read_object
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer

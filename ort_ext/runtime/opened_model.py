@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,14 +34,15 @@ from quantmoe.exporter.folder.metadata import (
     WORLD,
 )
 from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.memory import OnGpu, doing
-from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.constraint import Constraint
 from quantmoe.runtime.device import stream, wait
 from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.device_weights import device_weights
 from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.runtime.session_thread import SESSION_THREAD
 
@@ -154,6 +156,8 @@ class OpenedModel:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
         if self.target.on_gpu:
             _check_gpu(ort)
+            reading = ThreadPoolExecutor(1, "quantmoe-weights").submit(device_weights, self.path)
+            ort.preload_dlls()  # libraries of the CUDA provider, from the packages that have them
         library = self.target.library_path()
         try:
             options.register_custom_ops_library(library)
@@ -165,6 +169,10 @@ class OpenedModel:
         providers = [cuda if self.target.on_gpu else "CPUExecutionProvider"]
         try:
             with doing(str(self.path), self._on_gpu()):
+                if self.target.on_gpu:
+                    self._weights = reading.result()  # lives as the session
+                    for name, value in self._weights:
+                        options.add_initializer(name, value)
                 # its own second try, on the CPU, hides the first one's error
                 return ort.InferenceSession(str(self.path), options, providers=providers, enable_fallback=0)
         except MemoryError:
@@ -578,7 +586,7 @@ def shares_buffer_of(path: Path) -> bool:
 
 
 def _check_gpu(ort: Any) -> None:
-    """Load the libraries of the CUDA provider from the packages that have them.
+    """Refuse to go on without a GPU.
 
     Raises:
         ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU.
@@ -592,7 +600,6 @@ def _check_gpu(ort: Any) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "nvidia-smi shows the driver's" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
         raise ModelError(f"no CUDA device: device is cuda, and this process sees no GPU ({why})")
-    ort.preload_dlls()
 
 
 def _rank(name: str) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.folder.model_file import ranks_stated
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.targets import of_device
 from quantmoe.runtime.sampling import Choose, Sampler
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import regex
 
-from quantmoe.exporter.reading.reply_formats import ReplyFormat
+from quantmoe.exporter.folder.reply_formats import ReplyFormat
 
 #: letters of an id of a call: Mistral's templates take 9 of these
 _LETTERS, _ID = string.ascii_letters + string.digits, 9

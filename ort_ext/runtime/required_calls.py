@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.template import Template
+from quantmoe.exporter.folder.chat_template import Template
 from quantmoe.runtime.constraint import SPACE, Grammar
 
 #: the call that is rendered

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 
 #: the error where all logits are -inf
 NOTHING_LEFT = "logit_bias and no_repeat_ngram_size leave no token to choose; expected at least one"

@@ -25,7 +25,7 @@ from quantmoe.exporter.durable_files import replace
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.folder.metadata import IDENTITY
 from quantmoe.exporter.memory import doing, naming
-from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.exporter.safetensors_file import DTYPES, read_header, write_safetensors
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache

@@ -20,7 +20,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
+from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
+from quantmoe.exporter.folder.sampling_options import sampling_of
 from quantmoe.runtime.chat import TemplateArguments, Text
 from quantmoe.runtime.constraint import Grammar
 from quantmoe.serving import protocol

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice

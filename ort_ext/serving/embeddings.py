@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from quantmoe.exporter.reading.sampling import read_object, vocabulary_of
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.scheduler import BusyError
 from quantmoe.serving.served_model import VECTOR, ServedModel

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
 from quantmoe.runtime.constraint import Constraint

@@ -438,7 +438,7 @@ def texts(folder: Path, text: Path | None, count: int, vocabulary: int) -> Itera
     rng = np.random.default_rng(1)
     ids = rng.integers(3, vocabulary, 20_000).tolist()
     if text is not None:
-        from quantmoe.exporter.reading.tokenizer import load_tokenizer
+        from quantmoe.exporter.folder.tokenizer import load_tokenizer
 
         ids = load_tokenizer(folder).encode(text.read_text(encoding="utf-8")).ids
     for length in [1, 255, 256, 257, *rng.integers(2, 600, max(0, count - 4)).tolist()][:count]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from quantmoe.custom_ops.c_calls import checked
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import device, device_sampling
 from quantmoe.runtime.sampling import Penalties, Sampler, probabilities
 

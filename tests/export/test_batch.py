@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.generate import Generator
 

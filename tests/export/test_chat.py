@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 
 from quantmoe.exporter.command_arguments import missing
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.reading.template import Template, load_template
+from quantmoe.exporter.folder.chat_template import Template, load_template
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.chat import Chat, TemplateArguments, Text, TextStream

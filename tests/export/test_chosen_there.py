@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.chosen_there import Choice, choosing_there
 
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import cache as caches
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
 from quantmoe.runtime.sampling import Sampler

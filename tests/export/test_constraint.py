@@ -17,8 +17,8 @@ import test_chosen_there
 from test_chat import generate
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.reply_formats import reply_format
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.reply_formats import reply_format
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import device_sampling
 from quantmoe.runtime.chat import Chat, Text
 from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary

@@ -15,11 +15,11 @@ from tiny import make_float_checkpoint
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.inspecting.expert_trace import Trace, read_trace
 from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import console
 from quantmoe.exporter.targets import CPU, CUDA
 from quantmoe.exporter.writing.checkpoint_fit import SIZES, ExportSize, export_sizes

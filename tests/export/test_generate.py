@@ -21,7 +21,7 @@ from test_model import error, tokens
 import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.genai import genai_config, shares_buffer
 from quantmoe.runtime.generate import Generator

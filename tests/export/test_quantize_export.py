@@ -24,11 +24,11 @@ from quantmoe.exporter.graph import calibrating
 from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing import calibration as calibration_module
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

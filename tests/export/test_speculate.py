@@ -19,9 +19,9 @@ from test_hybrid import grown
 from test_model import error, expected, run, tokens
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.sampling_options import Sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.placeholders import DTYPES
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.sampling import Sampler

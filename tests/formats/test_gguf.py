@@ -27,18 +27,18 @@ from quantmoe.benchmarks.random_gguf import UNSLOTH as UNSLOTH_FILES
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.exporter.choosing.choose import choose_experts
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.files import LFS_POINTER
 from quantmoe.exporter.folder.model_file import load
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting import unpack
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model, survey
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.gguf.blocks import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_survey
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER
+from quantmoe.exporter.folder.files import LFS_POINTER
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import MTP, VISION

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe import Generator
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep
 from quantmoe.runtime.constraint import Constraint

@@ -18,13 +18,15 @@ import regex
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import PLANE_INTEGERS, QuantizedMatrix, portion
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading import families
-from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.reading.checkpoint import Checkpoint, unlike_rows
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats import kv_cache
 from quantmoe.exporter.reading.formats.rotations import Rotation
 from quantmoe.exporter.reading.formats.rounding import quantized
 from quantmoe.exporter.reading.slices import Cut, Slice
+from quantmoe.exporter.safetensors_file import DTYPES
 
 
 @dataclass(frozen=True)

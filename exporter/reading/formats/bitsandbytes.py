@@ -25,9 +25,11 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import is_outline, outline
 from quantmoe.exporter.reading.formats.affine import carried_group, growth
 from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.safetensors_file import DTYPES
 
 #: quant_type -> op.def's format
 KINDS = {"nf4": "nf4", "fp4": "bnb_fp4"}

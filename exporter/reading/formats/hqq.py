@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import is_outline, outline
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.safetensors_file import DTYPES
 
 #: packing -> bits of an element, bits of a code in it, codes of an element
 PACKINGS = {

@@ -25,10 +25,12 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline, read_metadata
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, is_outline, outline
 from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.safetensors_file import read_metadata
 
 #: class of a weight that is not read -> why
 REFUSED = {

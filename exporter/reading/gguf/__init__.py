@@ -35,8 +35,9 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import DTYPES, MAX_TENSORS, CheckpointError, Entry, dense
+from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, dense
 from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
 from quantmoe.exporter.reading.checkpoint import is_outline as is_outline
 from quantmoe.exporter.reading.config_fields import check_sizes, reading
@@ -48,6 +49,7 @@ from quantmoe.exporter.reading.gguf.joined_tensors import Part, add_joined
 from quantmoe.exporter.reading.gguf.metadata import Metadata
 from quantmoe.exporter.reading.gguf.tensor_names import JOINED, common_name
 from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
 #: factors of a matrix and of its activations, beside NVFP4

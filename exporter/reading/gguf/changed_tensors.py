@@ -9,7 +9,9 @@ from math import prod
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, is_outline
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 _LAYER = re.compile(r"(model\.layers|transformer\.blocks)\.[0-9]+")
 Change = Callable[[np.ndarray], np.ndarray]

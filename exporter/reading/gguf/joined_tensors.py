@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, Entry
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, dequantized
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import Join
 from quantmoe.exporter.reading.gguf.header import TYPES
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 
 class Part(NamedTuple):

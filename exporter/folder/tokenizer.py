@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.json_files import is_there, language_part, read_object, vocabulary_of
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.config_fields import text_part
-from quantmoe.exporter.reading.sampling import is_there, read_object, vocabulary_of
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: folder of chat templates with names
@@ -122,7 +121,7 @@ def end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any], folder:
     """
     vocabulary = vocabulary_of(config)
     for name, whole in zip(ENDS, (generation, config), strict=True):
-        text = text_part(whole)
+        text = language_part(whole)
         for part in (whole, text if isinstance(text, dict) else {}):
             if (found := part.get("eos_token_id")) not in (None, []):
                 stop = found if isinstance(found, list) else [found]
@@ -143,7 +142,7 @@ def named_token(
     Raises:
         ModelError: it is no token id.
     """
-    text = text_part(config)
+    text = language_part(config)
     own = text if isinstance(text, dict) else config
     file, found = (ENDS[0], generation[name]) if name in generation else (ENDS[1], own.get(name))
     if not (found is None or type(found) is int):

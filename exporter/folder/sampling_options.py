@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.config_fields import text_part
+from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 
 
 def _finite(value: Any) -> bool:
@@ -224,38 +223,3 @@ def _bias(config: Mapping[str, Any], vocabulary: int | None = None) -> list[tupl
     if not known(suppressed):
         raise OptionError(f"suppress_tokens is {suppressed!r}, expected a list of {ids}")
     return [(tokens, float(number)) for tokens, number in bias] + [([id], -np.inf) for id in suppressed]
-
-
-def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a config.json says that there are; None: it does not say so."""
-    text = text_part(config)
-    found = (text if isinstance(text, dict) else config).get("vocab_size")
-    return found if type(found) is int and found > 0 else None
-
-
-def is_there(path: Path) -> bool:
-    """Return whether a file is there.
-
-    Raises:
-        ModelError: it is a link that leads to no file, as an interrupted download leaves one.
-    """
-    if path.is_symlink() and not path.exists():
-        raise ModelError(f"{path}: links to {path.readlink()}, which is not there; fetch or copy the file again")
-    return path.is_file()
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the fields of a JSON object, {} if there is no such file.
-
-    Raises:
-        ModelError: it is no JSON object.
-    """
-    if not is_there(path):
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return found

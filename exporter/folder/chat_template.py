@@ -19,9 +19,9 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.reply_formats import reply_format
-from quantmoe.exporter.reading.sampling import is_there, read_object
-from quantmoe.exporter.reading.tokenizer import CONFIG, NAMED_TEMPLATES, special_tokens
+from quantmoe.exporter.folder.json_files import is_there, read_object
+from quantmoe.exporter.folder.reply_formats import reply_format
+from quantmoe.exporter.folder.tokenizer import CONFIG, NAMED_TEMPLATES, special_tokens
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
 OLDEST_JINJA = (3, 1, 6)
