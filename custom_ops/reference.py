@@ -251,14 +251,14 @@ def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.nda
     return wide / np.sqrt(mean + spec.norm_epsilon) * weight.astype(np.float64), total
 
 
-def token_rows(mask: np.ndarray, new: int, past: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the outputs of TokenRows: rows int32 [B, 3], last int64 [B, 1, 1].
+def token_rows(mask: np.ndarray, new: int, past: int, most: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outputs of TokenRows: rows int32 [B, 3], last int64 [B, n, 1], n = 1 or min(new, most).
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.
 
     Args:
-        mask: [B, L], not 0 for tokens that count. new: S. past: slots of the cache, P.
+        mask: [B, L], not 0 for tokens that count. new: S. past: slots of the cache, P. most: num_logits.
     """
     seen, (batch, length) = mask != 0, mask.shape
     end = max(new, length) if length > past else new
@@ -270,7 +270,8 @@ def token_rows(mask: np.ndarray, new: int, past: int) -> tuple[np.ndarray, np.nd
     before = seen[:, : end - new].sum(1)
     first = np.where(own.any(1), own.argmax(1) if new else 0, new)
     rows = np.stack((np.minimum(first, new - own.sum(1)), own.sum(1), before), 1).astype(np.int32)
-    return rows, (rows[:, :1] + rows[:, 1:2] - 1).astype(np.int64)[:, None]
+    last = rows[:, :2].sum(1, dtype=np.int64)[:, None] - np.arange(min(new, most) if most > 1 else 1, 0, -1)
+    return rows, last.clip(0)[..., None]
 
 
 def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndarray:

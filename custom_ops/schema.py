@@ -42,8 +42,8 @@ class Operator:
 
     name_c: of its struct, qm_<name_c>. own: its attributes, except the projections'. shapes: op.def's text by tensor;
     sizes: the values that these name. optional: names of strings that a node may lack, which structs and dataclasses
-    leave out. optional_inputs: after ``inputs``, of nodes that have a use for them. engines: "CPU" and "CUDA" where it
-    runs by its name there.
+    leave out. optional_inputs: after ``inputs``, of nodes that have a use for them. host_sizes: inputs in host memory
+    that hold a size of the shapes. engines: "CPU" and "CUDA" where it runs by its name there.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Operator:
     sizes: dict[str, str] = field(hash=False)
     optional: frozenset[str] = frozenset()
     optional_inputs: tuple[tuple[str, str], ...] = ()
+    host_sizes: dict[str, str] = field(default_factory=dict, hash=False)
     engines: frozenset[str] = frozenset()
 
     @property
@@ -146,6 +147,7 @@ def parse(text: str) -> Schema:
             sizes=sizes,
             optional=frozenset(optional),
             optional_inputs=more,
+            host_sizes=dict(of("HOST_SIZE", op)),
             engines=engines,
         )
     return Schema(operators, projection, enums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from quantmoe.custom_ops.schema import Operator, schema
@@ -16,16 +16,23 @@ def output_shapes(
     attributes: Mapping[str, Any],
     inputs: Sequence[Sequence[Any] | None],
     largest: Callable[[Any, Any], Any] = max,
+    smallest: Callable[[Any, Any], Any] = min,
+    host_sizes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[list[Any]]:
     """Return the shapes of a node's outputs. The inputs' shapes are not checked.
 
     Args:
         attributes: of the node; what it lacks means what op.def says.
-        inputs: shapes in op.def's order, numbers or symbols; None for one that is left out. largest: of two of them.
+        inputs: shapes in op.def's order, numbers or symbols; None for one that is left out. largest, smallest: of two
+            of them. host_sizes: by the names of the inputs that hold them; 1 if the input is left out.
     """
     names = [name for name, _ in (*operator.inputs, *operator.optional_inputs)]
-    values = _values(operator, attributes) | {"max": largest}
-    free: dict[str, Any] = {}
+
+    def smaller(a: Any, b: Any) -> Any:
+        return 1 if 1 in {size for size in (a, b) if isinstance(size, int)} else smallest(a, b)
+
+    values = _values(operator, attributes) | {"max": largest, "min": smaller}
+    free: dict[str, Any] = {size: host_sizes.get(name, 1) for name, size in operator.host_sizes.items()}
     given = {name: shape for name, shape in zip(names, inputs, strict=False) if shape is not None}
     for name, shape in given.items():
         _bind(_items(operator.shapes[name], values), list(shape), free, values)
@@ -42,10 +49,11 @@ def input_shapes(operator: Operator, attributes: Mapping[str, Any], free: Mappin
     """
     values, shapes = _values(operator, attributes), operator.shapes
     required = [_sizes(shapes[name], dict(free), values) for name, _ in operator.inputs]
-    optional = [shapes[name] for name, _ in operator.optional_inputs]
+    sizes = {name: {*re.findall(r"\b[A-Z]\b", shapes[name])} for name, _ in operator.optional_inputs}
+    for name, size in operator.host_sizes.items():
+        sizes[name].add(size)
     return required + [
-        _sizes(shape, dict(free), values) if free.keys() >= {*re.findall(r"\b[A-Z]\b", shape)} else None
-        for shape in optional
+        _sizes(shapes[name], dict(free), values) if free.keys() >= used else None for name, used in sizes.items()
     ]
 
 

@@ -67,9 +67,12 @@ def quant_linear(spec: LinearSpec, x: torch.Tensor, w: torch.Tensor) -> torch.Te
     return torch.from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], spec.out_features)
 
 
-def token_rows(_: Any, past_key: np.ndarray, input_ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return CachedAttention's rows, and each row's last token."""
-    return reference.token_rows(mask, input_ids.shape[1], past_key.shape[2])
+def token_rows(
+    _: Any, past_key: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, num_logits: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return CachedAttention's rows, and each row's last tokens."""
+    most = 1 if num_logits is None else int(num_logits[0])
+    return reference.token_rows(mask, input_ids.shape[1], past_key.shape[2], most)
 
 
 def cached_attention(
@@ -160,6 +163,7 @@ def define(operator: Operator, run: Run) -> None:
     required = [tensor for tensor, _ in operator.inputs]
     optional = [tensor for tensor, _ in operator.optional_inputs]
     names = [*required, "attributes", *optional]
+    host_sizes = {name: [*required, *optional].index(name) for name in operator.host_sizes}
     given = [f"Tensor {tensor}" for tensor in required] + ["str attributes"]
     given += [f"Tensor? {tensor}=None" for tensor in optional]
 
@@ -183,7 +187,8 @@ def define(operator: Operator, run: Run) -> None:
     def _(*values: Any) -> Any:
         tensors, attributes = split(values)
         given = [None if tensor is None else tensor.shape for tensor in tensors]
-        shapes = output_shapes(operator, attributes, given, torch.sym_max)
+        numbers = {name: tensors[at].item() for name, at in host_sizes.items() if at < len(tensors)}
+        shapes = output_shapes(operator, attributes, given, torch.sym_max, torch.sym_min, numbers)
         types = output_types(operator, tensors)
         made = [tensors[0].new_empty(shape, dtype=type_) for shape, type_ in zip(shapes, types, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)

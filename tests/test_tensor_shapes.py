@@ -195,6 +195,16 @@ def test_a_size_that_is_not_known() -> None:
     assert native.infer_shapes(ScatterSpec(rank=0, world=3), [[-1, 4]]) == [[-1, 4]]
 
 
+def test_a_size_that_is_a_number_in_host_memory() -> None:
+    inputs = [[2, 4, 9, 16], [2, 5], [2, 11], [1]]
+    assert native.infer_shapes(RowsSpec(), inputs) == [[2, 3], [2, -1, 1]]
+    for most, kept in ((1, 1), (3, 3), (9, 5)):
+        sizes = {"num_logits": most}
+        assert output_shapes(RowsSpec.OPERATOR, {}, inputs, host_sizes=sizes) == [[2, 3], [2, kept, 1]]
+    inputs[1] = [2, 1]
+    assert native.infer_shapes(RowsSpec(), inputs) == [[2, 3], [2, 1, 1]]
+
+
 def test_sizes_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("x has shape [7, 4], expected [3 * N, ..]")):
         native.infer_shapes(ScatterSpec(rank=0, world=3), [[7, 4]])

@@ -34,6 +34,7 @@ struct MakeNetworkSizes {
     return make(DimensionOperation::kFLOOR_DIV, size, number(n));
   }
   NetworkSize max(const NetworkSize& a, const NetworkSize& b) const { return make(DimensionOperation::kMAX, a, b); }
+  NetworkSize min(const NetworkSize& a, const NetworkSize& b) const { return make(DimensionOperation::kMIN, a, b); }
   NetworkSize make(DimensionOperation operation, const NetworkSize& a, const NetworkSize& b) const {
     return {builder.operation(operation, *a.expression, *b.expression)};
   }
@@ -65,6 +66,7 @@ bool Plugin::infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
   const MakeNetworkSizes make{builder};
   FreeSizes<NetworkSize> sizes;
   for (size_t i = 0; i < shapes.size(); ++i) (void)rules_.match(i, shapes[i], sizes, make);
+  rules_.set_host_sizes(sizes, [&](size_t) { return make.number(1); });
   for (int32_t i = 0; i < outputs_.count; ++i) {
     outputs[i].nbDims = 0;
     for (const NetworkSize& size : rules_.output(static_cast<size_t>(i), sizes, make))
@@ -74,7 +76,7 @@ bool Plugin::infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
 }
 
 bool Plugin::supports(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs) {
-  if (inputs != inputs_.count || outputs != outputs_.count) return false;
+  if (!takes_count(inputs) || outputs != outputs_.count) return false;
   const PluginTensorDesc& tensor = tensors[position].desc;
   if (tensor.format != TensorFormat::kLINEAR) return false;
   const auto warn = [&](const std::string& what) {

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -111,7 +112,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   int32_t getNbOutputs() const noexcept override { return outputs_.count; }
   int32_t getOutputDataTypes(DataType* outputs, int32_t, const DataType* inputs,
                              int32_t count) const noexcept override {
-    if (count != inputs_.count) return refuse_count(count);
+    if (!takes_count(count)) return refuse_count(count);
     for (int32_t i = 0; i < outputs_.count; ++i) {
       const Type type = outputs_.first[i].type;
       outputs[i] = type == Type::T       ? inputs[0]
@@ -124,7 +125,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   }
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
                           int32_t, IExprBuilder& builder) noexcept override {
-    if (count != inputs_.count) return refuse_count(count);
+    if (!takes_count(count)) return refuse_count(count);
     return attempt(-1, [&] { return infer_shapes(inputs, outputs, builder) ? 0 : -1; });
   }
   bool supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs,
@@ -201,6 +202,12 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool check_shapes(const Dims* in) const;  // as op.def states them; a -1 is not known yet
   bool infer_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
   bool supports(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
+  // An input with a size is not read: TensorRT has it on the device. The size is 1, as without the input.
+  bool takes_count(int32_t count) const noexcept {
+    return count == inputs_.count ||
+           std::any_of(std::begin(kHostSizes), std::end(kHostSizes),
+                       [&](const HostSize& host) { return host.op == op_ && count == host.input + 1; });
+  }
   int32_t refuse_count(int32_t count) const noexcept {
     return attempt(-1, [&] {
       return fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));

@@ -73,9 +73,9 @@ class Options:
             token and head. If some attention is standard nodes (Report.plain_attention), the cache has the graph's
             type.
         dtype: type of the graph outside the experts. CPU: "f32" (default) or "f16". CUDA: "bf16" (default) or "f16".
-        logits: "last": each sequence's last token, [B, 1, V]. Except for CUDA, a session may choose another number N by
-            the initializer ``num_logits``. N: the last N tokens, [B, min(S, N), V], so that N - 1 draft tokens can be
-            verified. "all": all tokens. None: "last", and for CUDA with ``mtp`` as many as it drafts.
+        logits: "last": each sequence's last token, [B, 1, V]. A session may choose another number N by the initializer
+            ``num_logits``. For engines that replace no initializer: N: the last N tokens, [B, min(S, N), V], so that
+            N - 1 draft tokens can be verified. "all": all tokens. None: "last".
         state_window: number of last tokens, 1 to 64, whose states of linear attention are kept. N states let N - 1
             draft tokens be verified. None: 1, and with ``mtp`` as many as it drafts.
         mtp: also export the layer of multi-token prediction as mtp.onnx. It shares the weight files. The model gets an
@@ -159,10 +159,10 @@ class Options:
     )
     logits: str | int | None = option(
         None,
-        "give logits of the last N tokens, or all",
+        "fix the tokens with logits, for TensorRT",
         "Advanced",
         metavar="last|all|N",
-        shown=f"last, cuda --mtp: {DRAFTS + 1}",
+        shown="last",
     )
     state_window: int | None = option(
         None,
@@ -282,7 +282,7 @@ class Options:
     @property
     def kept_logits(self) -> str | int:
         """The tokens that get logits: "last", "all" or a number."""
-        return self.logits or (DRAFTS + 1 if self.drafter and not self.facts.session_chooses_logits else "last")
+        return self.logits or "last"
 
     @property
     def kept_states(self) -> int:

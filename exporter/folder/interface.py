@@ -20,8 +20,8 @@ TENSORS = (
     Tensor("past_key_values.N.*", "", "[the cache](#the-cache) of layer N"),
     Tensor(
         "logits",
-        "[batch, 1, vocabulary]; [batch, min(new, N), vocabulary] with [`num_logits`](#logits-of-several-tokens) or "
-        "`--logits N`; [batch, new, vocabulary] with `--logits all`",
+        "[batch, min(new, N), vocabulary], N = 1 or [`num_logits`](#logits-of-several-tokens), or of `--logits N`; "
+        "[batch, new, vocabulary] with `--logits all`",
         "in the graph's type: f32, f16 or bf16",
     ),
     Tensor("present.N.*", "", "the cache after the run"),

@@ -56,7 +56,6 @@ class Target:
         router: what a router becomes: a MoERouter with its product, a MoERouting, or nodes of ai.onnx.
         one_node: each layer's experts are one node of one format, which routes all of them.
         joined: projections of one input are one float product.
-        session_chooses_logits: a session says how many last tokens' logits a run gives, unless ``--logits`` does.
         token_rows: one TokenRows node says where a batch's tokens are.
         latent_ups: the node of latent attention expands the latent itself.
         lists: why attention with these attributes does not read lists of selected tokens; "" when it does.
@@ -101,7 +100,6 @@ class Target:
     router: Literal["MoERouter", "MoERouting", "ai.onnx"] = "MoERouting"
     one_node: bool = False
     joined: bool = False
-    session_chooses_logits: bool = False
     token_rows: bool = False
     latent_ups: bool = True
     lists: Callable[[Any], str] = all_lists

@@ -48,7 +48,6 @@ CPU = Target(
     passes=("fused_norms.fuse", "fused_norms.type_fused_norms", "fused_norms.spell_norms"),
     packed_tables=None,
     own_widths=True,
-    session_chooses_logits=True,
     chunk=512,
     steps_of_chunk=4,
     reserve=512 << 20,

@@ -68,7 +68,6 @@ ORT = Target(
     router="ai.onnx",
     one_node=True,
     packed_tables=("int8",),  # ONNX Runtime's CUDA provider has no BitShift
-    session_chooses_logits=True,
     chunk=CPU.chunk,
     steps_of_chunk=CPU.steps_of_chunk,
     reserve=CPU.reserve,

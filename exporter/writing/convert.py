@@ -26,6 +26,7 @@ from quantmoe.exporter.folder.files import (
     README,
     VISION_MODEL,
 )
+from quantmoe.exporter.folder.interface import NUM_LOGITS
 from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import (
     CHECKPOINT,
@@ -55,6 +56,7 @@ from quantmoe.exporter.writing.genai import (
     add_paged,
     add_vision,
     caches,
+    fix_logits,
     genai_config,
     image_processor,
     shared_tensors,
@@ -281,6 +283,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options, pa
             _config(ckpt, model.num_hidden_layers), ckpt.generation_config, target, shares_buffer(graph), fields
         )
         add_caches(found, cached)
+        if target.token_rows and NUM_LOGITS in parts[0].graph.metadata_props:
+            fix_logits(found)
         if len(parts) > 1 and options.kept_logits == "all":  # which drafts take
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions

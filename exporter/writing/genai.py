@@ -36,6 +36,8 @@ FIELDS = ("hidden_size", "max_position_embeddings", "vocab_size")
 Cache = tuple[str, ...]
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta", "SparseIndexer", "StateSpace")}
+#: session entry of the CUDA library (ort_ext/src/common/entries.inc)
+ONE_LOGIT = "quantmoe.one_logit"
 #: of onnxruntime-genai's Engine: tokens of a block, requests in a run at most, and the share of the GPU's free memory
 #: that the cache takes.
 ENGINE = {"block_size": BLOCK, "max_batch_size": 128, "gpu_utilization_factor": 0.6}
@@ -110,6 +112,12 @@ def add_caches(config: dict[str, Any], cached: Mapping[int, Mapping[str, Cache]]
         decoder["inputs"]["past_conv_names"] = f"{PAST}.%d.conv_state"
         decoder["outputs"]["present_conv_names"] = f"{present(PAST)}.%d.conv_state"
         _no_cuda_graph(decoder)  # each step has other buffers of states
+
+
+def fix_logits(config: dict[str, Any]) -> None:
+    """Let a session of a file whose TokenRows node has the number of logits declare one, by which onnxruntime-genai
+    allocates them."""
+    config["model"]["decoder"]["session_options"][ONE_LOGIT] = "1"
 
 
 def _no_cuda_graph(decoder: dict[str, Any]) -> None:

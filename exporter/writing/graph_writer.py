@@ -105,8 +105,8 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     kept = 1 if head else options.kept_logits
     every = options.paged or is_encoder(config) or kept == "all"
     if not every:
-        count = kept if isinstance(kept, int) else None if options.facts.session_chooses_logits else 1
-        if keep_last_logits(graph, count) and (count or 1) > 1:
+        count = kept if isinstance(kept, int) else None
+        if keep_last_logits(graph, count, options.facts.token_rows) and (count or 1) > 1:
             ends[LOGITS] = str(count)
     run_passes(graph, options.facts.final_passes)
 

@@ -491,8 +491,7 @@ def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, n
 
 def _drafting(states: bool, options: Options) -> str:
     """Return which options let ``generate`` verify a draft; "" where they are there, or it runs no such model."""
-    last = sys.maxsize if options.facts.session_chooses_logits else 1
-    rows = {"last": last, "all": sys.maxsize}.get(str(options.kept_logits)) or int(options.kept_logits)
+    rows = options.kept_logits if isinstance(options.kept_logits, int) else sys.maxsize
     window = options.kept_states if states else sys.maxsize
     if not options.drafter or options.vision or min(rows, window) > 1:
         return ""

@@ -208,10 +208,11 @@ class OpenedModel:
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
         self._check_caches(logits, past)
         #: tokens at the end of a run whose logits it gives, at most
-        self.rows = 1 if logits[0].shape[1] == 1 else self._tokens_of(metadata, LOGITS)
+        chosen = NUM_LOGITS in metadata
+        self.rows = 1 if chosen or logits[0].shape[1] == 1 else self._tokens_of(metadata, LOGITS)
         #: whether logits lie as the tokens do; else the last row is the last token's, wherever padding is
         self.every_row = self.rows == sys.maxsize
-        if NUM_LOGITS in metadata:
+        if chosen:
             self.rows = num_logits
         self._declared = self.rows == 1 or logits[0].shape[1] != 1
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None

@@ -143,7 +143,7 @@ def make_graph(
             table.value.const_value = ir.tensor(table.array, name=table.value.name)
             graph.graph.register_initializer(table.value)
     elif not every:
-        keep_last_logits(graph)
+        keep_last_logits(graph, None)
     run_passes(graph, CUDA.final_passes)
     drop_traces(graph)
     for value in (weight.value for weight in placed):

@@ -64,8 +64,10 @@ class Driver:
         assert len(found) == 1
         return found[0]
 
-    def create(self, op: int, attributes: dict, values: list[Value]) -> _PTR | None:
+    def create(self, op: int, attributes: dict, values: list[Value], count: int = 0) -> _PTR | None:
+        """Return a node; count: of its inputs, 0: the required ones."""
         info = _PTR(self.lib.driver_info())
+        self.lib.driver_set_count(info, count)
         for name, v in attributes.items():
             if isinstance(v, int):
                 self.lib.driver_set_int(info, name.encode(), ctypes.c_int64(v))

@@ -38,6 +38,7 @@ struct OrtKernelInfo {
   std::map<std::string, float> floats;
   std::map<std::string, std::string> strings;
   OrtValue inputs[kInputs];
+  int32_t count = 0;
 };
 struct OrtKernelContext {
   OrtValue inputs[kInputs], outputs[kOutputs];
@@ -109,9 +110,12 @@ void fill_api() {
   api.KernelInfo_GetNodeName = [](const OrtKernelInfo*, char* out, size_t* size) noexcept {
     return copy_text("moe", out, size);
   };
-  api.KernelInfo_GetInputCount = [](const OrtKernelInfo*, size_t* out) noexcept -> OrtStatus* {
-    *out = 0;  // messages have the operator's names
+  api.KernelInfo_GetInputCount = [](const OrtKernelInfo* i, size_t* out) noexcept -> OrtStatus* {
+    *out = i->count;
     return nullptr;
+  };
+  api.KernelInfo_GetInputName = [](const OrtKernelInfo*, size_t at, char* out, size_t* size) noexcept {
+    return copy_text("input " + std::to_string(at), out, size);
   };
   api.HasValue = [](const OrtValue*, int* out) noexcept -> OrtStatus* {
     *out = 1;
@@ -269,6 +273,8 @@ OrtKernelInfo* driver_info() { return new OrtKernelInfo{}; }
 void driver_set_int(OrtKernelInfo* i, const char* name, int64_t value) { i->ints[name] = value; }
 void driver_set_float(OrtKernelInfo* i, const char* name, float value) { i->floats[name] = value; }
 void driver_set_string(OrtKernelInfo* i, const char* name, const char* value) { i->strings[name] = value; }
+// The node has so many inputs; 0: the operator's required ones, and messages have their names.
+void driver_set_count(OrtKernelInfo* i, int32_t count) { i->count = count; }
 void* driver_create(int32_t op, OrtKernelInfo* info, const OrtValue* inputs) {
   std::memcpy(info->inputs, inputs, sizeof(info->inputs));
   void* kernel = nullptr;

@@ -132,5 +132,6 @@ def norm_tensors(x=(3, 5, 64), residual=(3, 5, 64), weight=(64,), dtype="bf16"):
     return [tensor(dtype, dims) for dims in (x, residual, weight, x, x)]
 
 
-def rows_tensors(past=(2, 4, 8, 64), ids=(2, 1), mask=(2, 8), types=("f16", "i64", "i64", "i32", "i64")):
-    return [tensor(t, dims) for t, dims in zip(types, (past, ids, mask, (2, 3), (2, 1, 1)), strict=True)]
+def rows_tensors(past=(2, 4, 8, 64), ids=(2, 1), mask=(2, 8), types=("f16", "i64", "i64", "i32", "i64"), more=()):
+    sizes = (past, ids, mask, *more, (2, 3), (2, 1, 1))
+    return [tensor(t, dims) for t, dims in zip(types, sizes, strict=True)]

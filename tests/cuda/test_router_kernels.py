@@ -232,7 +232,8 @@ def masks() -> list[tuple[np.ndarray, int, int]]:
 @gpu
 def test_rows() -> None:
     for mask, new, past in masks():
-        rows, last = cuda.token_rows(RowsSpec(), torch.from_numpy(mask).cuda(), new, past)
-        want = reference.token_rows(mask, new, past)
-        np.testing.assert_array_equal(rows.cpu().numpy(), want[0], err_msg=f"{mask.shape}, {new}, {past}")
-        np.testing.assert_array_equal(last.cpu().numpy(), want[1])
+        for most in (None, 1, 5, 2**40):
+            rows, last = cuda.token_rows(RowsSpec(), torch.from_numpy(mask).cuda(), new, past, most)
+            want = reference.token_rows(mask, new, past, most or 1)
+            np.testing.assert_array_equal(rows.cpu().numpy(), want[0], err_msg=f"{mask.shape}, {new}, {past}, {most}")
+            np.testing.assert_array_equal(last.cpu().numpy(), want[1])

@@ -82,11 +82,11 @@ class Driver:
         self.select("QuantMoE")
         self.lib.driver_clear()
 
-    def select(self, op: str) -> None:
-        """Further calls are about this operator."""
+    def select(self, op: str, optional: int = 0) -> None:
+        """Further calls are about this operator's nodes that have so many optional inputs."""
         index = list(schema().operators).index(op)
-        self.op = op
-        self.creator = _PTR(self.lib.driver_select(index, len(inputs(op)), len(outputs(op))))
+        self.op, self.inputs = op, len(inputs(op)) + optional
+        self.creator = _PTR(self.lib.driver_select(index, self.inputs, len(outputs(op))))
 
     def log(self) -> str:
         """What was logged since the last call, one "severity text" a line."""
@@ -126,7 +126,7 @@ class Plugin:
         if self.driver.lib.driver_outputs(self.handle, found):
             return None
         names = {code: name for name, code in TYPES.items()}
-        return [(names[t.type], tuple(t.dims[: t.rank])) for t in found[len(inputs(self.driver.op)) :]]
+        return [(names[t.type], tuple(t.dims[: t.rank])) for t in found[self.driver.inputs :]]
 
     def attach(self) -> Plugin:
         return Plugin(self.driver, _PTR(self.driver.lib.driver_attach(self.handle)))

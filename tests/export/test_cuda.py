@@ -136,8 +136,8 @@ class AddRMSNorm(OpRun):
 class TokenRows(OpRun):
     op_domain = "quantmoe"
 
-    def _run(self, past_key, ids, mask, **attributes):
-        return token_rows(mask, ids.shape[1], past_key.shape[2])
+    def _run(self, past_key, ids, mask, num_logits=(1,), **attributes):
+        return token_rows(mask, ids.shape[1], past_key.shape[2], int(num_logits[0]))
 
 
 OPERATORS = [
@@ -270,6 +270,31 @@ def test_no_size_is_copied_to_the_device(cached, architecture):
             host.update(node.outputs)
 
 
+@pytest.mark.parametrize("fixture", ["cached", "exported"])
+def test_a_session_chooses_how_many_tokens_have_logits(request, fixture):
+    """With CachedAttention and with attention of standard nodes: the nodes of one token's logits give any number's."""
+    made, options = request.getfixturevalue(fixture), {"target": "cuda", "dtype": "f16"}
+    chosen, one, every = (made("qwen3_moe", **options, logits=kept) for kept in ("last", 1, "all"))
+    assert bool(inspect(chosen)["plain_attention"]) == (fixture == "exported")
+    models = [ir.load(folder / "model.onnx") for folder in (chosen, one)]
+    nodes = [[(node.op_type, len(node.outputs)) for node in model.graph] for model in models]
+    assert nodes[0] == nodes[1]
+    assert [kind for kind, _ in nodes[0]].count("TokenRows") == 1
+    assert [model.metadata_props.get("num_logits") for model in models] == ["1", None]
+    assert [model.graph.outputs[0].shape[1] for model in models] == [ir.SymbolicDim("logits_length"), 1]
+    onnx.checker.check_model(chosen / "model.onnx")
+    ids = np.random.default_rng(6).integers(1, 384, (3, 7))
+    mask = np.ones_like(ids)
+    mask[1, :3] = mask[2, 4:] = 0
+    want = logits(every, ids, mask)
+    np.testing.assert_array_equal(logits(chosen, ids, mask), logits(one, ids, mask))
+    for most in (1, 2, 7, 2**63 - 1):
+        kept = min(most, 7)
+        rows = [np.clip(np.arange(last + 1 - kept, last + 1), 0, None) for last in (6, 6, 3)]
+        found = logits(chosen, ids, mask, most)
+        np.testing.assert_array_equal(found, np.stack([y[i] for y, i in zip(want, rows, strict=True)]))
+
+
 @pytest.mark.parametrize("architecture", every(CACHED, 3))
 def test_every_norm_is_a_node(cached, architecture):
     """Two a layer and one after them; queries' and keys' are in CachedAttention."""
@@ -298,6 +323,8 @@ def test_genai_config(cached, tmp_path):
         "provider_options": [{"cuda": {"enable_cuda_graph": "1"}}],
     }
     assert found["search"]["past_present_share_buffer"] is True
+    found = json.loads((cached("qwen3_moe", logits="last") / "genai_config.json").read_text(encoding="utf-8"))
+    assert found["model"]["decoder"]["session_options"]["quantmoe.one_logit"] == "1"
 
 
 def ancestor(value, op_type):
@@ -491,8 +518,11 @@ def positions(mask):
     return np.maximum(mask.cumsum(-1) - 1, 0)
 
 
-def logits(folder, ids, mask):
+def logits(folder, ids, mask, most=None):
+    """most: what a session has in the place of num_logits."""
     evaluator = ReferenceEvaluator(str(folder / "model.onnx"), new_ops=OPERATORS)
+    if most is not None:
+        evaluator.rt_inits_["num_logits"] = np.array([most])
     feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     for value in evaluator.proto_.graph.input:
         if value.name not in feed and value.name.startswith("past"):

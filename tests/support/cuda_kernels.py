@@ -456,10 +456,13 @@ class CudaLinear:
         launch(p, chosen, [_pointer(x), self.w.data_ptr()], [_pointer(y)], workspace.data_ptr(), _stream())
 
 
-def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, ...]:
-    """TokenRows on the current CUDA device: mask int64 [B, L], S and P -> op.def's outputs."""
+def token_rows(
+    spec: RowsSpec, mask: torch.Tensor, new: int, past: int, most: int | None = None
+) -> tuple[torch.Tensor, ...]:
+    """TokenRows on the current CUDA device: mask int64 [B, L], S, P and num_logits -> op.def's outputs."""
     cache = mask.new_empty((len(mask), 1, past, 1)).half()
-    return run_node(spec, cache, mask.new_empty((len(mask), new)), mask)
+    number = () if most is None else (mask.new_tensor([most], device="cpu"),)
+    return run_node(spec, cache, mask.new_empty((len(mask), new)), mask, *number)
 
 
 def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
@@ -548,22 +551,24 @@ def launch_node(
     """Enqueue an operator that runs by its name on torch's current stream.
 
     Args:
-        inputs, outputs: op.def's, contiguous; one without elements is NULL. workspace: uint8 of plan.workspace_bytes.
+        inputs, outputs: op.def's, contiguous; one without elements is NULL, one with a QM_HOST_SIZE line on the host.
+            Last inputs may be left out. workspace: uint8 of plan.workspace_bytes.
     """
-    call = _call_of(inputs, outputs, workspace.data_ptr())
+    missing = len(spec.OPERATOR.inputs) + len(spec.OPERATOR.optional_inputs) - len(inputs)
+    call = _call_of([*inputs, *[None] * missing], outputs, workspace.data_ptr())
     own = ctypes.byref(node(library(), spec))
     checked(library().qm_cuda_launch_node, spec.OP.encode(), own, *map(ctypes.byref, (plan, call)))
 
 
-def _call_of(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], workspace: int | None) -> NodeCall:
+def _call_of(inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor], workspace: int | None) -> NodeCall:
     import torch
 
-    tensors = [
-        (Tensor * len(given))(
-            *(Tensor(t.data_ptr() if t.numel() else None, TYPES[_dtype(t)], Shape.of(t.shape)) for t in given)
-        )
-        for given in (inputs, outputs)
-    ]
+    def described(t: torch.Tensor | None) -> Tensor:
+        if t is None:
+            return Tensor(None, 0, Shape.of(None))
+        return Tensor(t.data_ptr() if t.numel() else None, TYPES[_dtype(t)], Shape.of(t.shape))
+
+    tensors = [(Tensor * len(given))(*map(described, given)) for given in (inputs, outputs)]
     return NodeCall(*tensors, workspace, torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None)
 
 
@@ -582,7 +587,9 @@ def run_node(
     import torch
 
     op, x = spec.OPERATOR, inputs[0]
-    sizes = output_shapes(op, spec.attributes(), [tensor.shape for tensor in inputs])
+    named = zip((name for name, _ in (*op.inputs, *op.optional_inputs)), inputs, strict=False)
+    numbers = {name: int(tensor) for name, tensor in named if name in op.host_sizes}
+    sizes = output_shapes(op, spec.attributes(), [tensor.shape for tensor in inputs], host_sizes=numbers)
     types = {"T": x.dtype, "C": x.dtype, "float": torch.float32, "int32": torch.int32, "int64": torch.int64}
     outputs = [
         torch.full(tuple(size), -9 if type_.startswith("int") else float("nan"), dtype=types[type_], device=x.device)

@@ -97,7 +97,7 @@ typedef struct {
 } qm_cuda_node_plan;
 typedef struct {
   // As qm_call's, with 16-byte aligned data. present may be past's memory, and AddRMSNorm's y may be x's. An input with
-  // a QM_CONSTANT line is constant, as packed weights are.
+  // a QM_CONSTANT line is constant, as packed weights are. One with a QM_HOST_SIZE line is in host memory.
   const qm_tensor *inputs, *outputs;
   void* workspace;                 // plan.workspace_bytes, 256-byte aligned; contents need not survive between calls
   void* stream;                    // a cudaStream_t

@@ -126,15 +126,15 @@ class Reader {
     do values.push_back(sum());
     while (take(','));
     expect(')');
-    if (function == "max" && values.size() == 2 && values[0].kind == Dimension::kFree &&
+    if ((function == "max" || function == "min") && values.size() == 2 && values[0].kind == Dimension::kFree &&
         values[1].kind == Dimension::kFree)
-      return {Dimension::kMax, 0, values[0].name, values[1].name};
+      return {function == "max" ? Dimension::kMax : Dimension::kMin, 0, values[0].name, values[1].name};
     for (const Dimension& value : values)
       if (value.kind != Dimension::kNumber) fail("numbers");
     if (function == "where" && values.size() == 3) return values[0].number ? values[1] : values[2];
     if (function == "pick" && values[0].number >= 0 && values[0].number + 1 < static_cast<int64_t>(values.size()))
       return values[static_cast<size_t>(values[0].number) + 1];
-    fail("max, where or pick");
+    fail("max, min, where or pick");
   }
   int64_t value_of(const std::string& name) const {
     for (const NamedValue& size : kSizes)
@@ -175,6 +175,8 @@ ShapeRules::ShapeRules(const char* op, const void* node) {
   const Slots inputs(kInputs, op), outputs(kOutputs, op);
   inputs_ = read(op, node, inputs, nullptr);
   outputs_ = read(op, node, outputs, &inputs);
+  for (const HostSize& host : kHostSizes)
+    if (host.op == op) host_sizes_.push_back(host);
 }
 
 std::string ShapeRules::expected(size_t index, const FreeSizes<int64_t>& free) const {
@@ -221,6 +223,8 @@ int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, in
     return fail(err, QM_INVALID, "%s has shape [%s], expected %s", slots.first[i].name, found.c_str(),
                 rules.expected(static_cast<size_t>(i), free).c_str());
   }
+  rules.set_host_sizes(
+      free, [&](size_t i) { return i < static_cast<size_t>(count) && inputs[i].rank >= 0 ? int64_t{-1} : int64_t{1}; });
   for (int32_t i = 0; i < made.count; ++i) {
     const std::vector<int64_t> sizes = rules.output(static_cast<size_t>(i), free, MakeNumbers{});
     outputs[i].rank = static_cast<int32_t>(sizes.size());

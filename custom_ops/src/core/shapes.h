@@ -12,9 +12,10 @@
 
 namespace quantmoe {
 
-// A dimension: a number, a free size, the larger of two, a multiple of one, or any number of dimensions ("..").
+// A dimension: a number, a free size, the larger or the smaller of two, a multiple of one, or any number of dimensions
+// ("..").
 struct Dimension {
-  enum Kind { kNumber, kFree, kMax, kTimes, kRest } kind;
+  enum Kind { kNumber, kFree, kMax, kMin, kTimes, kRest } kind;
   int64_t number = 0;        // of kNumber and kTimes
   char name = 0, other = 0;  // of free sizes
 };
@@ -60,6 +61,11 @@ class ShapeRules {
   ShapeRules(const char* op, const void* node);
 
   const ShapeRule& input(size_t index) const { return inputs_[index]; }
+  // Sets the sizes that are numbers in inputs. size_of(index): an input's.
+  template <class Size, class SizeOf>
+  void set_host_sizes(FreeSizes<Size>& free, const SizeOf& size_of) const {
+    for (const HostSize& host : host_sizes_) free.set(host.size, size_of(static_cast<size_t>(host.input)));
+  }
 
   // Whether an input may have these sizes, beside the ones before it. make: .over(size, n), n divides known sizes.
   template <class Size, class Make>
@@ -90,7 +96,8 @@ class ShapeRules {
     return true;
   }
 
-  // The sizes of an output; none where its rank is not known. make: .number(n), .times(size, n), .max(a, b).
+  // The sizes of an output; none where its rank is not known. make: .number(n), .times(size, n), .max(a, b), .min(a, b)
+  // of sizes that are not 1.
   template <class Size, class Make>
   std::vector<Size> output(size_t index, const FreeSizes<Size>& free, const Make& make) const {
     std::vector<Size> sizes;
@@ -100,6 +107,7 @@ class ShapeRules {
       if (d.kind == Dimension::kFree) sizes.push_back(free.at(d.name));
       if (d.kind == Dimension::kTimes) sizes.push_back(make.times(free.at(d.name), d.number));
       if (d.kind == Dimension::kMax) sizes.push_back(make.max(free.at(d.name), free.at(d.other)));
+      if (d.kind == Dimension::kMin) sizes.push_back(smaller(free.at(d.name), free.at(d.other), make));
       if (d.kind == Dimension::kRest && !free.rest()) return {};
       if (d.kind == Dimension::kRest) sizes.insert(sizes.end(), free.rest()->begin(), free.rest()->end());
     }
@@ -111,6 +119,10 @@ class ShapeRules {
 
  private:
   static bool differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
+  template <class Size, class Make>
+  static Size smaller(const Size& a, const Size& b, const Make& make) {
+    return known_size(a) == 1 ? a : known_size(b) == 1 ? b : make.min(a, b);
+  }
   template <class Size, class Make>
   static bool match(const Dimension& d, const Size& size, FreeSizes<Size>& free, const Make& make) {
     if (d.kind == Dimension::kNumber) return !differ(d.number, known_size(size));
@@ -124,6 +136,7 @@ class ShapeRules {
   }
 
   std::vector<ShapeRule> inputs_, outputs_;
+  std::vector<HostSize> host_sizes_;
 };
 
 // Numbers, below 0 where they are not known.
@@ -132,6 +145,7 @@ struct MakeNumbers {
   int64_t times(int64_t size, int64_t n) const { return size < 0 ? -1 : size * n; }
   int64_t over(int64_t size, int64_t n) const { return size < 0 ? -1 : size / n; }
   int64_t max(int64_t a, int64_t b) const { return a < 0 || b < 0 ? -1 : a > b ? a : b; }
+  int64_t min(int64_t a, int64_t b) const { return a < 0 || b < 0 ? -1 : a < b ? a : b; }
 };
 
 }  // namespace quantmoe

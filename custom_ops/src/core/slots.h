@@ -51,4 +51,15 @@ struct Slots {
 #define QM_OUTPUT(op, name, type, shape) constexpr int32_t op##_##name = Slots(kOutputs, #op).position(#name);
 #include "op.def"
 
+// A size that is the number in an input.
+struct HostSize {
+  std::string_view op;
+  int32_t input;
+  char size;
+};
+constexpr HostSize kHostSizes[] = {
+#define QM_HOST_SIZE(op, name, size) {#op, op##_##name, #size[0]},
+#include "op.def"
+};
+
 }  // namespace quantmoe

@@ -8,13 +8,14 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir import tape
 
-from quantmoe.exporter.folder.interface import NUM_LOGITS
+from quantmoe.custom_ops.op import DOMAIN, RowsSpec
+from quantmoe.exporter.folder.interface import NUM_LOGITS, PAST
 
 #: between the vocabulary's matrix and the logits: each element on its own, or each token's
 _ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
 
-def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
+def keep_last_logits(model: ir.Model, count: int | None = 1, token_rows: bool = False) -> bool:
     """Select what the last product reads: [B, S, H] becomes [B, n, H] with n = min(S, count).
 
     The n tokens of a row end with its last one that the mask shows, so that prompts may be padded on either side.
@@ -23,6 +24,7 @@ def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
     Args:
         count: 1 makes n a fixed size. None: a session chooses by an initializer ``num_logits``, int64 [1], which is 1
             unless it is replaced. A row of fewer tokens has logits of padding in front, or its first ones again.
+        token_rows: where the graph has no TokenRows node, which gives the indices, one is added.
 
     Returns:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
@@ -32,11 +34,17 @@ def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
         return False
     node, hidden, between = found
     ops = tape.Tape()
-    rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
-    made = rows.producer() if rows is not None else None
-    if made is not None and made.op_type == "TokenRows" and count == 1:
+    made = _token_rows(graph, ops, token_rows) if count in (None, 1) else None
+    if made is not None:
         index = made.outputs[1]
+        if count is None:
+            made.resize_inputs(4)
+            made.replace_input_with(3, _num_logits(model))
+            # with one_logit ONNX Runtime infers the logits' size from its rank, which a Reshape may hide
+            assert between[0].shape is not None  # the logits
+            hidden.shape = ir.Shape([between[0].shape[0], "sequence_length", None])
     else:
+        rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
         last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
         if count != 1:
             most = _num_logits(model) if count is None else _constant(ops, count)
@@ -45,8 +53,9 @@ def keep_last_logits(model: ir.Model, count: int | None = 1) -> bool:
     picked = ops.op("GatherND", [hidden, index], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
-    # onnxruntime-genai allocates logits by their declared size, and replaces no initializer
-    size = "logits_length" if (count or 1) > 1 else 1
+    # onnxruntime-genai allocates logits by their declared size, and replaces no initializer. Where TokenRows has the
+    # number, its session entry declares 1 (genai.py), and other sessions bind memory of any size.
+    size = "logits_length" if (count or 1) > 1 or (made is not None and count is None) else 1
     for output in between:
         if output.shape is not None:
             output.shape = ir.Shape([output.shape[0], size, *output.shape[2:]])
@@ -94,6 +103,19 @@ def _of_features(node: ir.Node) -> bool:
     axes = node.inputs[3] if node.op_type == "Slice" and len(node.inputs) > 3 else None
     tensor = ir.convenience.get_const_tensor(axes) if axes is not None else None
     return tensor is not None and tensor.numpy().tolist() in ([-1], [2])
+
+
+def _token_rows(graph: ir.Graph, ops: tape.Tape, add: bool) -> ir.Node | None:
+    """Return the graph's TokenRows node, or a new one with ``add``; None: there is none, or the graph lacks inputs."""
+    if (node := next((node for node in graph if node.op_type == "TokenRows"), None)) is not None or not add:
+        return node
+    inputs = {str(value.name): value for value in graph.inputs}
+    key = next((name for name in inputs if name.startswith(PAST) and name.endswith(".key")), None)
+    if key is None or "input_ids" not in inputs:
+        return None
+    given = [inputs[name] for name in (key, "input_ids", "attention_mask")]
+    rows, _ = ops.op_multi_out("TokenRows", given, RowsSpec().attributes(), num_outputs=2, domain=DOMAIN)
+    return rows.producer()
 
 
 def _num_logits(model: ir.Model) -> ir.Value:

@@ -50,10 +50,10 @@ void check_entries(const OrtApi* api, const OrtKernelInfo* info) {
                                 "\" when the library was registered; set them before that");
 }
 
-bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
-  const std::string wanted = session_entry(api, options, "quantmoe.verify");
+bool is_on(const OrtApi* api, const OrtSessionOptions* options, const std::string& entry) {
+  const std::string wanted = session_entry(api, options, entry.c_str());
   if (wanted != "" && wanted != "0" && wanted != "1")
-    throw std::invalid_argument("quantmoe: quantmoe.verify is \"" + wanted + "\", expected 0 or 1");
+    throw std::invalid_argument("quantmoe: " + entry + " is \"" + wanted + "\", expected 0 or 1");
   return wanted == "1";
 }
 

@@ -19,8 +19,8 @@ std::string entries_text(const OrtApi* api, const OrtSessionOptions* options);
 // Throws where a session's entries are others than those that the library was registered with.
 void check_entries(const OrtApi* api, const OrtKernelInfo* info);
 
-// Whether sessions with these options compare all bytes of the packed weights when they are created.
-bool wants_verify(const OrtApi* api, const OrtSessionOptions* options);
+// Whether an entry that is 0 or 1 is 1. Throws std::invalid_argument for another value.
+bool is_on(const OrtApi* api, const OrtSessionOptions* options, const std::string& entry);
 
 // What sessions with these options do with experts.
 ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* options);

@@ -179,7 +179,17 @@ FreeSizes<int64_t> Node::check_inputs(const OrtKernelContext* context, std::vect
     match(i, found, sizes);
     if (tensors) (*tensors)[i] = tensor_of(op_.inputs.first[i], value, found, shapes_.input(i).or_none);
   }
+  shapes_.set_host_sizes(sizes, [&](size_t i) { return has_input(i) ? host_size(context, i) : int64_t{1}; });
   return sizes;
+}
+
+// The number in an input in host memory.
+int64_t Node::host_size(const OrtKernelContext* context, size_t index) const {
+  const int64_t size = *static_cast<const int64_t*>(data_of(get_input(context, index)));
+  if (size < 1) fail(input_name(index) + " is " + std::to_string(size) + ", expected 1 or more");
+  if (op_.one_logit && size != 1)
+    fail(input_name(index) + " is " + std::to_string(size) + ", but the session entry quantmoe.one_logit is 1");
+  return size;
 }
 
 qm_tensor Node::tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const {

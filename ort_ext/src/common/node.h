@@ -130,6 +130,7 @@ class Node {
     return index < input_names_.size() ? input_names_[index] : op_.inputs.first[index].name;
   }
 
+  int64_t host_size(const OrtKernelContext* context, size_t index) const;
   void match(size_t index, const Shape& found, FreeSizes<int64_t>& sizes) const;  // throws unless it is op.def's
   void add_outputs(OrtKernelContext* context, const FreeSizes<int64_t>& sizes, Tensors& tensors) const;
   qm_tensor tensor_of(const TensorSlot& slot, const OrtValue* value, const Shape& shape, bool or_none) const;

@@ -1,6 +1,7 @@
 #include "common/operator.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string_view>
 
 #include "common/entries.h"
@@ -31,7 +32,10 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   GetInputMemoryType = [](const OrtCustomOp* self, size_t i) {
     const Op& op = of(self);
     const bool packed = std::string_view(op.name) == "QuantMoE" && (i == QuantMoE_w13 || i == QuantMoE_w2);
-    return packed && op.provider && op.experts->host() ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+    const bool size = std::any_of(std::begin(kHostSizes), std::end(kHostSizes), [&](const HostSize& host) {
+      return host.op == op.name && host.input == static_cast<int32_t>(i);
+    });
+    return size || (packed && op.provider && op.experts->host()) ? OrtMemTypeCPUInput : OrtMemTypeDefault;
   };
   GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).outputs.count); };
   GetOutputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).outputs.first[i].type); };

@@ -30,6 +30,7 @@ struct Op : OrtCustomOp {
   bool lists_entries = false;  // whether the runtime does
   const ExpertSettings* experts = nullptr;
   const GroupSettings* group = nullptr;
+  bool one_logit = false;  // sizes in host memory are 1
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
      ONNXTensorElementDataType other_type, Make make);

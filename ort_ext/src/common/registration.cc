@@ -25,17 +25,19 @@ struct Registration {
   Fill fill;
   const ExpertSettings experts;
   const GroupSettings group;
+  const bool one_logit;
   std::deque<Op> ops;
   OrtCustomOpDomain* domain = nullptr;
 
   Registration(const OrtApi* api, Fill fill, bool lists_entries, const ExpertSettings& experts,
-               const GroupSettings& group)
-      : api(api), fill(fill), experts(experts), group(group) {
+               const GroupSettings& group, bool one_logit)
+      : api(api), fill(fill), experts(experts), group(group), one_logit(one_logit) {
     fill(api, ops);
     for (Op& op : ops) {
       op.lists_entries = lists_entries;
       op.experts = &this->experts;
       op.group = &this->group;
+      op.one_logit = one_logit;
     }
     OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
     for (const Op& op : ops)
@@ -86,12 +88,13 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
     const Fill fill = choose(api, options);
     const ExpertSettings experts = expert_settings(api, options);
     const GroupSettings group = group_settings(api, options);
+    const bool one_logit = is_on(api, options, "quantmoe.one_logit");
     (void)group.patience();
     if (provider != "CPU") experts.check_cuda();
     auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
-      return r.api == api && r.fill == fill && r.experts == experts && r.group == group;
+      return r.api == api && r.fill == fill && r.experts == experts && r.group == group && r.one_logit == one_logit;
     });
-    if (r == all.end()) r = all.emplace(all.end(), api, fill, lists_entries, experts, group);
+    if (r == all.end()) r = all.emplace(all.end(), api, fill, lists_entries, experts, group, one_logit);
     status = api->AddCustomOpDomain(options, r->domain);
     if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
     if (!status && lists_entries) status = api->AddSessionConfigEntry(options, kSeen, seen.c_str());

@@ -28,6 +28,9 @@ struct MakeGraphSizes {
     if (a.size == 0 || std::string_view(a.name) == b.name) return b;
     return b.size == 0 ? a : GraphSize{};
   }
+  GraphSize min(const GraphSize& a, const GraphSize& b) const {
+    return a.size >= 0 && b.size >= 0 ? GraphSize{std::min(a.size, b.size)} : GraphSize{};
+  }
 };
 
 // The shapes of a node's outputs from its inputs' shapes, by op.def.
@@ -44,6 +47,7 @@ class Inference {
     check(op_.api->ShapeInferContext_GetInputCount(context_, &count));
     for (size_t i = 0; i < count; ++i)
       if (const std::vector<GraphSize> found = get_input(i); !found.empty()) (void)rules.match(i, found, sizes, make);
+    rules.set_host_sizes(sizes, [&](size_t i) { return i < count && !op_.one_logit ? GraphSize{} : GraphSize{1}; });
     for (int32_t i = 0; i < op_.outputs.count; ++i) set_output(i, rules.output(static_cast<size_t>(i), sizes, make));
   }
 

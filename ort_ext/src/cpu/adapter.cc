@@ -146,7 +146,7 @@ Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
   std::string wanted = session_entry(api, options, kEntry);
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
   if (wanted == "" && environment) wanted = environment;
-  const bool verify = wants_verify(api, options);
+  const bool verify = is_on(api, options, "quantmoe.verify");
   expert_settings(api, options).check();
   if (wanted == "" || wanted == "0") return add_operators<WeightSource::kMapped>(verify);
   if (wanted == "1") return add_operators<WeightSource::kPrefaulted>(verify);

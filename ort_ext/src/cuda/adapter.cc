@@ -114,6 +114,7 @@ extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return quantmoe::register_ops(
       options, base, "CUDA provider", [](const OrtApi* api, const OrtSessionOptions* options) {
-        return quantmoe::wants_verify(api, options) ? quantmoe::add_operators<true> : quantmoe::add_operators<false>;
+        return quantmoe::is_on(api, options, "quantmoe.verify") ? quantmoe::add_operators<true>
+                                                                : quantmoe::add_operators<false>;
       });
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda.built import TORCH, UNIT
 from cuda.layers import build_linear
-from cuda.ort import LINEAR_CASE, NORM, ROUTER, ROUTER_SHAPES, ROUTING, fails, gpu, run, value
+from cuda.ort import LINEAR_CASE, NORM, ROUTER, ROUTER_SHAPES, ROUTING, STREAM, fails, gpu, run, value
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import RowsSpec
@@ -153,6 +153,25 @@ def test_wrong_rows(driver, fake):
     driver.lib.driver_destroy(op, kernel)
 
 
+def test_the_number_of_logits_is_in_host_memory(driver, fake):
+    assert fake(one_logit="2") == -1
+    assert driver.error == 'quantmoe: quantmoe.one_logit is "2", expected 0 or 1'
+    number = np.zeros(1, np.int64)
+    for entries, wrong, message in (
+        ({}, 0, "input 3 is 0, expected 1 or more"),
+        ({"one_logit": "1"}, 5, "input 3 is 5, but the session entry quantmoe.one_logit is 1"),
+    ):
+        fake(**entries)
+        op = driver.op("f16", name="TokenRows")
+        assert [driver.lib.driver_in_host_memory(op, i) for i in range(4)] == [0, 0, 0, 1]
+        kernel = driver.create(op, RowsSpec().attributes(), [], count=4)
+        number[0] = wrong
+        inputs = [value(s) for s in ((2, 4, 8, 64), (2, 1), (2, 8))] + [value((1,), data=number.ctypes.data)]
+        assert driver.run(op, kernel, inputs, [value((2, 3)), value((2, 1, 1))], STREAM) != 0
+        assert driver.error == f'TokenRows node "moe": {message}'
+        driver.lib.driver_destroy(op, kernel)
+
+
 @gpu
 def test_run_router_norm_and_rows(driver):
     rng, dtype = np.random.default_rng(0), torch.float16
@@ -189,4 +208,13 @@ def test_run_router_norm_and_rows(driver):
     assert run(driver, op, kernel, inputs, shapes, [rows, last]) == 0, driver.error
     assert rows.tolist() == [[0, 1, 3], [0, 1, 2]]
     assert last.flatten().tolist() == [0, 0]
+    driver.lib.driver_destroy(op, kernel)
+
+    kernel = driver.create(op, RowsSpec().attributes(), [], count=4)
+    last = torch.full((2, 2, 1), -9).cuda()
+    shapes = [(2, 4, 8, 64), (2, 3), (2, 8), (1,), (2, 3), (2, 2, 1)]
+    inputs = [*inputs[:2], mask.cuda(), torch.tensor([2])]
+    assert run(driver, op, kernel, inputs, shapes, [rows, last]) == 0, driver.error
+    assert rows.tolist() == [[0, 3, 1], [2, 1, 2]]
+    assert last.tolist() == [[[1], [2]], [[1], [2]]]
     driver.lib.driver_destroy(op, kernel)

@@ -125,6 +125,12 @@ def test_rows_shapes(others):
     assert not made.call("supports", rows_tensors(types=("f16", "i64", "i64", "i32", "i32")), 4)
     assert made.outputs(rows_tensors()) == [("i32", (2, 3)), ("i64", (2, 1, 1))]
     assert made.call("configure", rows_tensors()) == 0, others.log()
+    others.select("TokenRows", optional=1)  # with the number of logits, which is 1 here
+    more = {"more": ((1,),), "types": ("f16", "i64", "i64", "i64", "i32", "i64")}
+    assert all(made.call("supports", rows_tensors(**more), at) for at in range(6))
+    assert made.outputs(rows_tensors(ids=(2, 5), **more)) == [("i32", (2, 3)), ("i64", (2, 1, 1))]
+    assert made.call("configure", rows_tensors(**more)) == 0, others.log()
+    others.select("TokenRows")
     for change, message in (
         ({"past": (3, 4, 8, 64)}, "input_ids has shape [2, 1], expected [3, S]"),
         ({"ids": (2,)}, "input_ids has shape [2], expected [2, S]"),

@@ -107,13 +107,15 @@ int launch_norm(const void* node, const qm_cuda_node_plan&, const qm_cuda_call& 
 int launch_rows(const void*, const qm_cuda_node_plan&, const qm_cuda_call& call, char* err) {
   const TensorsOf<qm_rows> tensors{call.inputs, call.outputs};
   const auto size = [&](int32_t input, int d) { return static_cast<int>(call.inputs[input].shape.sizes[d]); };
+  const int64_t most = tensors.num_logits ? *tensors.num_logits : 1;
   const RowsParams params{tensors.attention_mask,
                           tensors.rows,
                           tensors.last,
                           size(TokenRows_attention_mask, 0),
                           size(TokenRows_input_ids, 1),
                           size(TokenRows_past_key, 2),
-                          size(TokenRows_attention_mask, 1)};
+                          size(TokenRows_attention_mask, 1),
+                          static_cast<int>(most == 1 ? 1 : std::min(most, int64_t{size(TokenRows_input_ids, 1)}))};
   if (params.batch == 0) return QM_OK;
   Launcher launcher{stream_of(call)};
   launcher.run(token_rows, params, dim3(static_cast<unsigned>(params.batch)), kRowsThreads, 0, true);

@@ -8,8 +8,8 @@ namespace quantmoe {
 struct RowsParams {
   const int64_t* mask;  // [batch, length]
   int* rows;            // [batch, 3]
-  int64_t* last;        // [batch]
-  int batch, new_tokens, past, length;
+  int64_t* last;        // [batch, logits]
+  int batch, new_tokens, past, length, logits;
 };
 
 // The sum over a block; all threads get it. `parts` is free again after the next barrier.
@@ -58,8 +58,10 @@ __global__ void __launch_bounds__(kRowsThreads) token_rows(const __grid_constant
   if (thread == 0) {
     int* row = params.rows + 3 * blockIdx.x;
     row[0] = min(begin, count - seen), row[1] = seen, row[2] = before;
-    params.last[blockIdx.x] = row[0] + seen - 1;
   }
+  const int end_of_row = min(begin, count - seen) + seen;
+  for (int i = thread; i < params.logits; i += kRowsThreads)
+    params.last[static_cast<int64_t>(blockIdx.x) * params.logits + i] = max(end_of_row - params.logits + i, 0);
 }
 
 }  // namespace quantmoe
