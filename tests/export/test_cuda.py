@@ -467,6 +467,17 @@ def test_selected_blocks(tmp_path, model_type):
     }
 
 
+@pytest.mark.parametrize("model_type", every(["glm4_moe", "deepseek_v3"]))
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_each_layer_has_its_own_router(tmp_path, model_type, dtype):
+    """transformers keeps these routers' weights in f32, the graph has them in 16 bits."""
+    make_checkpoint(tmp_path / "checkpoint", model_type)
+    export(tmp_path / "checkpoint", tmp_path / "onnx", target="cuda", dtype=dtype, quantize="none")
+    routers = [node for node in ir.load(tmp_path / "onnx" / "model.onnx").graph if node.op_type == "MoERouter"]
+    found = [node.inputs[1].name for node in routers]
+    assert found == [f"model.layers.{i}.mlp.gate.weight" for i in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "llama4_text"]))
 def test_padding(exported, reference, architecture):
     """Left padding: chunks and windows are counted as transformers counts them; rows of padding are finite."""
