@@ -218,8 +218,8 @@ def cache_sizes(skeleton: Skeleton, attends: Attention, target: Target) -> tuple
             if (keys := getattr(layer, "indexer_keys", None)) is not None:
                 tokens += floats * keys.numel()
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                for state, size in ((layer.conv_states[0], own), (layer.recurrent_states[0], 4)):
-                    states += size * state.numel() if state is not None else 0
+                for state in (layer.conv_states[0], layer.recurrent_states[0]):
+                    states += state.element_size() * state.numel() if state is not None else 0
     return tokens, states
 
 

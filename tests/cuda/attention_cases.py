@@ -192,6 +192,20 @@ LATENTS = {
 }
 
 
+#: of keys that are their values
+EQUAL = attention_spec(64, 1, 512, rotary_size=64, rotary_interleaved=1, qk_norm="head")
+EQUALS = {
+    "deepseek-v4": replace(EQUAL, compress_rate=4, sliding_window=37),
+    "deepseek-v4, heavily": replace(EQUAL, compress_rate=30, sliding_window=64),
+    "deepseek-v4, a window": replace(EQUAL, key_split=256, sliding_window=37),
+    "glm-5.3-flash": replace(EQUAL, key_split=256, rotary_size=0, qk_norm="none"),
+    "ten": replace(EQUAL, num_heads=10, compress_rate=3, rotary_size=512, rotary_interleaved=0, softcap=2.0, gated=1),
+    "all keys": replace(EQUAL, num_heads=20, compress_rate=1, rotary_size=22, qk_norm="none"),
+    "of two": replace(EQUAL, num_heads=40, kv_num_heads=2, compress_rate=5, sliding_window=1, rotary_interleaved=0),
+    "of two latents": replace(EQUAL, num_heads=24, kv_num_heads=2, key_split=256, rotary_size=34),
+}
+
+
 # rows, tokens, slots of past
 CALLS = {
     "decode": ([(0, 1, 150)], 1, 160),

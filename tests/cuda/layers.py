@@ -98,6 +98,7 @@ CASES = {
     "gelu": replace(BASE, activation="gelu"),
     "gelu_tanh": replace(BASE, activation="gelu_tanh"),
     "swiglu_step": replace(BASE, activation="swiglu_step"),
+    "swiglu_clamp": replace(BASE, activation="swiglu_clamp"),
     "swiglu_tanh": replace(BASE, activation="swiglu_tanh"),
     "on-input": replace(BASE, on_input=True),
     "act-order": replace(BASE, act_order="shared", group_size=64),

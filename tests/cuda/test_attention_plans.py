@@ -8,7 +8,7 @@ from typing import Any
 import cuda_kernels as cuda
 import pytest
 import torch
-from cuda.attention_cases import HEADS, LATENT, LATENT_DEVICES, SPEC
+from cuda.attention_cases import EQUAL, EQUALS, HEADS, LATENT, LATENT_DEVICES, SPEC
 from cuda.built import SM80
 
 from quantmoe.custom_ops.op import AttentionSpec
@@ -88,6 +88,43 @@ def test_plans_of_latents() -> None:
     assert found(128, 1, 1, 16384, 16384, device=LATENT_DEVICES["mma, two stages"]) == (0, 16, 10, 2)
 
 
+def test_plans_of_keys_that_are_their_values() -> None:
+    """A tile has heads of one token, and splits are of what a token sees."""
+
+    def found(name: str, *shape: int, device: cuda.Device = cuda.H200, **lists: Any) -> tuple[int, ...]:
+        problem = cuda.attention_problem(EQUALS[name], "f16", *shape, **lists)
+        chosen = cuda.plan_attention(problem, device)
+        return chosen.wgmma, chosen.tile_rows, chosen.splits, chosen.stages
+
+    assert found("deepseek-v4", 1, 1, 16384, 16384) == (1, 64, 65, 2)
+    assert found("deepseek-v4, heavily", 1, 1, 16384, 16384) == (1, 64, 10, 2)
+    assert found("deepseek-v4, a window", 1, 1, 16384, 16384) == (1, 64, 1, 2)
+    assert found("glm-5.3-flash", 1, 1, 16384, 16384) == (1, 64, 128, 2)
+    assert found("glm-5.3-flash", 1, 40, 16384, 16384) == (1, 64, 3, 2)
+    assert found("ten", 1, 1, 2048, 2048) == found("ten", 1, 1, 2048, 2048, lists=(1, 50)) == (0, 16, 86, 4)
+    assert found("deepseek-v4", 1, 1, 2048, 2048, device=SM80) == (0, 16, 18, 4)
+
+    def bytes_of(**lists: Any) -> int:
+        problem = cuda.attention_problem(EQUALS["deepseek-v4"], "f16", 3, 7, 90, 90, **lists)
+        return cuda.plan_attention(problem, cuda.H200).workspace_bytes
+
+    assert bytes_of(lists=(1, 50)) - bytes_of() == -(-3 * 7 * 51 * 4 // 256) * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_split": 128}, "head_size is 512 and key_split 128, of keys that are their values the CUDA kernels take"),
+        ({"key_split": 256, "chunk_size": 8}, "chunk_size is 8, of keys that are their values the CUDA kernels take 0"),
+        ({"compress_rate": 4, "qk_norm": "row"}, "qk_norm is .row., of keys that are their values the CUDA kernels"),
+        ({"compress_rate": 4, "key_split": 256}, "key_split is 256, expected 0 with a compress_rate"),
+    ],
+)
+def test_keys_that_are_their_values_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(replace(EQUAL, **change), 1, 1, 64, 64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -108,7 +145,10 @@ def test_latents_that_are_refused(change: dict[str, Any], message: str) -> None:
     [
         ({"head_size": 80, "v_head_size": 80}, "head_size is 80 and v_head_size 80, the CUDA kernels take 64, 96, 128"),
         ({"v_head_size": 128}, "head_size is 64 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
-        ({"compress_rate": 4}, "compress_rate is 4, the CUDA kernels take 0"),
+        (
+            {"compress_rate": 4},
+            "head_size is 64 and key_split 0, of keys that are their values the CUDA kernels take 512",
+        ),
         ({"kv_num_heads": 3}, "kv_num_heads is 3, expected a divisor of num_heads 8"),
         ({"kv_num_heads": 0}, "kv_num_heads is 0, expected 1 to 8"),
         ({"rotary_size": 66}, "rotary_size is 66, expected 0 to 64"),

@@ -147,11 +147,6 @@ def test_an_activation_without_its_gate_is_refused_as_on_the_cpu(activation):
     assert native.refusal(spec, {"w13": 0, "w2": 0}) == cuda.refusal(spec)
 
 
-def test_a_gate_that_is_clamped_before_silu_is_refused():
-    spec = replace(spec_of(2048, 768, 8), activation="swiglu_clamp")
-    assert cuda.refusal(spec).startswith("activation is swiglu_clamp (DeepSeek-V4, Hunyuan 4), which has no CUDA")
-
-
 @pytest.mark.parametrize("name", [*CASES, *FORMATS, *FLOATS, *EXACT])
 def test_row_bytes_agree_with_the_layout(name):
     case = CASES[name] if name in CASES else FORMAT_SHAPES["odd"]

@@ -662,9 +662,7 @@ def test_deepseek_v4_has_standard_nodes_where_its_node_gives_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path / "checkpoint", "deepseek_v4")
-    half = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", dtype="f16")
-    gates = "sums of exponentials of its gates need a graph in f32"
-    assert half.plain_attention == {f"model.layers.{i}.self_attn": gates for i in (0, 1, 3)}
+    assert plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", dtype="f16").plain_attention == {}
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 129}
     make_checkpoint(tmp_path / "long", "deepseek_v4", compress_rates=rates)
     long = plan(tmp_path / "long", tmp_path / "onnx", quantize="none")

@@ -17,7 +17,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from sweeps import every
-from test_architectures import make_checkpoint
+from test_architectures import fields, make_checkpoint
 from tiny import SIZES
 
 from quantmoe.custom_ops.layouts import marlin
@@ -492,6 +492,50 @@ def test_selected_blocks(tmp_path, model_type):
     assert {*plan(tmp_path / "narrow", tmp_path / "b", target="cuda", quantize="none").plain_attention.values()} == {
         said
     }
+
+
+@pytest.mark.parametrize("model_type", every(["glm4_moe", "deepseek_v3"]))
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_each_layer_has_its_own_router(tmp_path, model_type, dtype):
+    """transformers keeps these routers' weights in f32, the graph has them in 16 bits."""
+    make_checkpoint(tmp_path / "checkpoint", model_type)
+    export(tmp_path / "checkpoint", tmp_path / "onnx", target="cuda", dtype=dtype, quantize="none")
+    routers = [node for node in ir.load(tmp_path / "onnx" / "model.onnx").graph if node.op_type == "MoERouter"]
+    found = [node.inputs[1].name for node in routers]
+    assert found == [f"model.layers.{i}.mlp.gate.weight" for i in (1, 2, 3)]
+
+
+#: fields that give latents, heads and indexers widths that have kernels. Each token has all experts: f16 would take
+#: others where two have nearly equal scores
+INDEXED = {"index_n_heads": 8, "index_head_dim": 128, "num_experts_per_tok": 8}
+AS_VALUES: dict[str, dict[str, object]] = {
+    "deepseek_v4": INDEXED | {"head_dim": 512},
+    "glm5_next": {
+        "text_config": fields("glm5_next")["text_config"] | INDEXED | {"kv_lora_rank": 512, "linear_head_dim": 64}
+    },
+    "hy_v4": INDEXED | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("model_type", every(AS_VALUES))
+def test_a_gate_that_is_clamped_before_silu(tmp_path, model_type):
+    """Whole models whose latents, or keys that are their values, have the widths of published ones."""
+    make_checkpoint(tmp_path / "checkpoint", model_type, **AS_VALUES[model_type])
+    export(tmp_path / "checkpoint", tmp_path / "onnx", target="cuda", dtype="f16", logits="all", quantize="none")
+    found = inspect(tmp_path / "onnx")
+    assert found["plain_attention"] == {}
+    graph = ir.load(tmp_path / "onnx" / "model.onnx").graph
+    assert {n.attributes["activation"].value for n in graph if n.op_type == "QuantMoE"} == {"swiglu_clamp"}
+    readers = [node for node in graph if node.op_type == "CachedAttention" and len(node.inputs) > 13]
+    assert readers
+    assert {node.inputs[13].producer().op_type for node in readers} == {"SparseIndexer"}
+    for node in graph:
+        if node.op_type == "CausalConv":  # exponentials are sums in f32, and so is their state
+            assert {node.inputs[0].dtype, node.outputs[0].dtype} == {node.inputs[3].dtype}
+    ids = np.random.default_rng(4).integers(3, 128, (2, 12))
+    mask = np.ones_like(ids)
+    want = torch_logits(dequantized(Skeleton(Unquantized(open_checkpoint(tmp_path / "checkpoint"), "none"))), ids, mask)
+    assert np.abs(logits(tmp_path / "onnx", ids, mask) - want).max() / np.abs(want).max() < 1e-2
 
 
 @pytest.mark.parametrize("architecture", every(["qwen3_moe", "gpt_oss", "llama4_text"]))

@@ -110,7 +110,7 @@ class AttentionPlan(_OwnPlan):
     _fields_ = [
         ("workspace_bytes", _U64),
         *((n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma", "few_tokens", "many_rows", "ring")),
-        *((n, _U64) for n in ("queries", "sums", "partial")),
+        *((n, _U64) for n in ("queries", "sums", "partial", "entries")),
     ]
 
 

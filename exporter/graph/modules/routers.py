@@ -20,6 +20,7 @@ import torch
 from quantmoe.custom_ops.op import RouterSpec, RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
 from quantmoe.exporter.graph.modules.attention import drawing
+from quantmoe.exporter.graph.placeholders import placeholder
 from quantmoe.exporter.reading.weights.base import CORRECTION_BIAS
 from quantmoe.exporter.targets import CPU, Target
 
@@ -143,8 +144,8 @@ def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -
         # The node takes a weight of the graph's type, where transformers keeps DeepSeek's in f32, and biases in f32.
         for leaf, dtype in (("weight", product), ("bias", torch.float32)):
             if (old := router._parameters.get(leaf)) is not None:
-                typed = old.data.flatten()[:1].to(dtype).expand(old.shape)  # a placeholder as it was
-                router._parameters[leaf] = torch.nn.Parameter(typed, requires_grad=False)
+                # not the old one's number in another type: what tells placeholders in f32 apart is zero in 16 bits
+                router._parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, dtype), requires_grad=False)
     router.gated = bool(spec.shared_gate)
     router.routing = json.dumps(attributes)
     router.forward = MethodType(_product_forward if product else _forward, router)

@@ -112,15 +112,20 @@ def set_cache_type(
 
 
 def set_state_type(model: ir.Model) -> None:
-    """Give recurrent states their type, f32 in any graph; the tracing knows one type of floats only.
+    """Give states their type; the tracing knows one type of floats only. Recurrent states are f32 in any graph, and a
+    CausalConv's state has the type of what it convolves.
 
     Requires:
-        what reads them is GatedDelta, StateSpace or a Cast to f32.
+        what reads recurrent states is GatedDelta, StateSpace or a Cast to f32.
     """
     for value in (*model.graph.inputs, *model.graph.outputs):
         match = _KV.fullmatch(value.name or "")
         if match and match[2] == "recurrent_state":
             value.type = ir.TensorType(ir.DataType.FLOAT)
+    for node in model.graph:
+        if node.op_type == "CausalConv" and node.inputs[0].dtype == ir.DataType.FLOAT:
+            for state in (node.inputs[3], node.outputs[1]):
+                state.type = ir.TensorType(ir.DataType.FLOAT)
 
 
 def set_logits_type(model: ir.Model) -> None:

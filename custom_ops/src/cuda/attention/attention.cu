@@ -39,6 +39,7 @@ AttentionParams params_of(const AttentionProblem& problem, const AttentionPlan& 
   params.score_factor = node.scale * node.k_scale * (node.softcap != 0 ? 1.f : kLog2e);
   params.output = tensors.output, params.key = tensors.present_key, params.value = tensors.present_value;
   params.queries = workspace + plan.queries;
+  params.entries = reinterpret_cast<int*>(workspace + plan.entries);
   params.partial = reinterpret_cast<float*>(workspace + plan.partial);
   params.sums = reinterpret_cast<float2*>(workspace + plan.sums);
   params.tile_rows = plan.tile_rows;
@@ -64,6 +65,29 @@ void add_lists(const AttentionTensors& tensors, AttentionParams* params) {
   params->selected = tensors.selected;
   params->lists = static_cast<int>(lists.sizes[2]), params->list_size = static_cast<int>(lists.sizes[3]);
   params->gathers = params->attention.key_split || params->tile_rows == kFewRows;
+}
+
+// Keys that are their values; `copies` blocks copy past.
+void launch_equal(Launcher& launcher, const AttentionProblem& problem, const AttentionPlan& plan,
+                  AttentionParams& params, int copies) {
+  const qm_attention& node = problem.attention;
+  constexpr int kHeads = kAppendThreads / 32;
+  params.equal = true, params.window = node.sliding_window, params.attention.sliding_window = 0;
+  params.stage_log = plan.wgmma ? 6 : 5;
+  params.least_log = 0;
+  params.tiles_per_token = (params.group + plan.tile_rows - 1) / plan.tile_rows;
+  params.tiles = params.tokens * params.tiles_per_token;
+  const int heads = node.num_heads + node.kv_num_heads * (node.key_split ? 1 : 2);
+  params.blocks_per_token = (heads + kHeads - 1) / kHeads;
+  params.token_blocks = params.all_tokens * params.blocks_per_token;
+  const int lists = params.selected && node.compress_rate ? params.all_tokens * params.lists : 0;
+  if (const int blocks = params.token_blocks + lists + copies)
+    launcher.run(equal_append_kernel(problem.type), params, dim3(blocks), kAppendThreads, 0, true);
+  if (const int blocks = params.tiles * params.pairs * plan.splits)
+    launcher.run(plan.wgmma ? equal_wide_kernel(problem.type) : equal_kernel(problem.type, plan.stages), params,
+                 dim3(blocks), kLatentThreads,
+                 plan.wgmma ? latent_wide_shared_bytes(kEqualKeys) : latent_shared_bytes(kEqualKeys, plan.stages),
+                 true);
 }
 
 // Rows of few tokens; `copies` blocks copy past.
@@ -225,7 +249,9 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
   const int all = params.all_tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
-  if (node.key_split) {
+  if (is_equal(node)) {
+    launch_equal(launcher, problem, plan, params, copies);
+  } else if (node.key_split) {
     const int slots = plan.wgmma ? kLatentWideSlots : kLatentSlots;
     params.stage_log = slots == 64 ? 6 : 5;
     params.least_log = 0;
@@ -242,7 +268,8 @@ int launch(const AttentionProblem& problem, const AttentionPlan& plan, const Att
     const bool lists = params.selected;
     launcher.run(plan.wgmma ? latent_wide_kernel(problem.type, lists) : latent_kernel(problem.type, plan.stages, lists),
                  params, dim3(blocks), kLatentThreads,
-                 plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages), true);
+                 plan.wgmma ? latent_wide_shared_bytes(kLatentKeys) : latent_shared_bytes(kLatentKeys, plan.stages),
+                 true);
   } else if (plan.tile_rows == kFewRows) {
     if (!all) params.pairs = 0;
     if (params.pairs + copies == 0) return QM_OK;

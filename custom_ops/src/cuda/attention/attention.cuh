@@ -59,6 +59,11 @@ struct AttentionParams {
   int list_size, lists;
   bool gathers;         // stages are of a list's places, in that a token's heads are a tile; else of all slots
   int tiles_per_token;  // of latent attention
+  // Of keys that are their values, whose stages are of entries (attention_equal.cuh); attention.sliding_window is 0
+  // then.
+  bool equal;
+  int window;    // the node's sliding_window
+  int* entries;  // of each list: how many compressed keys it has, and their slots
 };
 
 // What attend_ring is told. Boxes of the maps: 64 columns of a tile's query rows, and 64 columns of a stage's slots.

@@ -68,14 +68,17 @@ constexpr int kLatentKeys = 576, kLatentValues = 512, kLatentSplit = 288;
 constexpr int kLatentThreads = 256, kMostLatentSplits = 128, kFewLatentTokens = 16;
 constexpr int kLatentSlots = 32, kLatentStages = 4, kFewLatentStages = 2, kLatentScoreRow = 40;
 constexpr int kLatentWideRows = 64, kLatentWideSlots = 64, kLatentWideStages = 2;
-// The ring, and two halves of each score.
-QM_CONSTEXPR int latent_shared_bytes(int stages) {
-  return stages * kLatentSlots * kLatentKeys * 2 + 2 * kFewRows * kLatentScoreRow * 4;
+// Of keys that are their values (attention_equal.cuh), and of two caches that share them.
+constexpr int kEqualKeys = 512, kEqualSplit = 256;
+// keys: features of a key. The ring, and two halves of each score.
+QM_CONSTEXPR int latent_shared_bytes(int keys, int stages) {
+  return stages * kLatentSlots * keys * 2 + 2 * kFewRows * kLatentScoreRow * 4;
 }
 // 1024: to align the queries; then weights of one warpgroup for the other, and the largest scores of each.
-constexpr int kLatentWideSharedBytes = 1024 +
-                                       (kLatentWideRows + kLatentWideStages * kLatentWideSlots) * kLatentKeys * 2 +
-                                       kLatentThreads * 32 + 2 * kLatentWideRows * 4;
+QM_CONSTEXPR int latent_wide_shared_bytes(int keys) {
+  return 1024 + (kLatentWideRows + kLatentWideStages * kLatentWideSlots) * keys * 2 + kLatentThreads * 32 +
+         2 * kLatentWideRows * 4;
+}
 
 // Stages that a split has at least, where there are as many: fewer splits are quicker to add up.
 // Logarithms of 2.

@@ -1,6 +1,7 @@
 // The kernels before and after attend and attend_wide: new keys and values to the cache, and the sum of the splits.
 #pragma once
 #include "cuda/attention/attention.cuh"
+#include "cuda/attention/attention_equal.cuh"
 
 namespace quantmoe {
 
@@ -115,7 +116,11 @@ __global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_cons
   if (index < 0 || index >= row.count || !is_mine(params, row)) return wait_for_previous();
   const int first_row = (index * params.group + head % params.group) / params.tile_rows * params.tile_rows;
   const bool listed = params.gathers && has_lists(params, row);
-  const Span span = listed ? span_of_list(params, row.past + index) : span_of(params, row, first_row);
+  if (params.equal) wait_for_previous();  // equal_append says what the token sees
+  const Span span = params.equal
+                        ? span_of_entries(params, entries_of(params, row, batch_row, head / params.group, index))
+                    : listed ? span_of_list(params, row.past + index)
+                             : span_of(params, row, first_row);
   const int splits = span.splits;
   wait_for_previous();
 

@@ -28,6 +28,11 @@ struct AttentionProblem {
   }
 };
 
+// Whether keys are their values.
+inline bool is_equal(const qm_attention& node) {
+  return node.compress_rate || (node.key_split && node.head_size == node.v_head_size);
+}
+
 struct AttentionPlan {
   int32_t tile_rows;   // queries in a block: heads of tokens that share their keys
   int32_t splits;      // blocks that share a tile's slots
@@ -37,7 +42,7 @@ struct AttentionPlan {
   int32_t few_tokens;  // with a block_size: requests of up to so many tokens are tiles of few rows
   int32_t many_rows;   // with a block_size: rows of a tile of the other requests; 0: there are none
   int32_t ring;        // on wgmma: blocks of attend_ring, one for each multiprocessor; 0: attend_wide
-  uint64_t queries, sums, partial;  // byte offsets into the workspace
+  uint64_t queries, sums, partial, entries;  // byte offsets into the workspace
 };
 
 struct AttentionTensors : TensorsOf<qm_attention> {

@@ -29,6 +29,10 @@ AttentionKernel wide_lists_kernel(int32_t type, int size, bool codes);
 AttentionKernel latent_kernel(int32_t type, int stages, bool lists);
 AttentionKernel latent_wide_kernel(int32_t type, bool lists);
 AttentionKernel latent_append_kernel(int32_t type);
+// Of keys that are their values: as of latents, and what comes first.
+AttentionKernel equal_kernel(int32_t type, int stages);
+AttentionKernel equal_wide_kernel(int32_t type);
+AttentionKernel equal_append_kernel(int32_t type);
 
 // The instance of a kernel's template <typename T, int DK, int DV, ..>; the last arguments are kCodes and kLists.
 #define QM_ATTENTION_INSTANCE(kernel, ...) \

@@ -19,7 +19,6 @@
 namespace quantmoe {
 
 constexpr int kLatentChunks = kLatentKeys / 8, kLatentHalf = kLatentSplit / 8;
-constexpr int kFirstValue = (kLatentKeys - kLatentValues) / 8;  // chunk, and tile of eight columns
 
 // Eight features of a head of a token, of queries, then of keys, turned where they turn. token: through the batch.
 template <typename T>
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kLatentThreads) latent_append(const __grid_con
   append_latent<T>(params, static_cast<int>(blockIdx.x));
 }
 
-// The order of rows of 576 values in shared memory. It is a tile of 64 values of all rows after the other, as wgmma
+// The order of rows of keys in shared memory. It is a tile of 64 values of all rows after the other, as wgmma
 // reads them, or a row after the other. In both, one chunk of eight rows is in eight different groups of banks. at: the
 // place of chunk `chunk` of a row's first tile. The next tile's chunk is kTile bytes further. The chunk of the row 32
 // below is 32 kRow further.
@@ -97,16 +96,18 @@ struct TileLayout {
   static constexpr uint32_t kTile = rows * 128, kRow = 128;
   __device__ static uint32_t at(int row, int chunk) { return swizzled_tile<rows>(row, chunk); }
 };
+template <int kKeys>
 struct WholeRowLayout {
-  static constexpr uint32_t kTile = 128, kRow = kLatentKeys * 2;
-  __device__ static uint32_t at(int row, int chunk) { return swizzled<kLatentKeys>(row, chunk); }
+  static constexpr uint32_t kTile = 128, kRow = kKeys * 2;
+  __device__ static uint32_t at(int row, int chunk) { return swizzled<kKeys>(row, chunk); }
 };
 
 // A block's tile of rows, and its part of the slots that they see. Of what it copies, eight threads have a row's tile
 // of 64 values.
 template <bool kLists>
 struct LatentTile {
-  static constexpr int kTiles = kLatentKeys / 64, kRowsAtOnce = kLatentThreads / 8;
+  static constexpr int kKeys = kLatentKeys, kTiles = kKeys / 64, kRowsAtOnce = kLatentThreads / 8;
+  static constexpr bool kAppends = true;                // blocks behind those of tiles store new keys
   int pair, b, kv, split, first_row, rows, begin, end;  // rows: of all tiles; end: begin of a block without a part
   int old;                                              // slots that are in a cache
   const uint4 *keys, *values;                           // of the pair, in that cache
@@ -137,6 +138,8 @@ struct LatentTile {
     keys = static_cast<const uint4*>(params.appended ? params.key : params.past_key) + first;
     values = static_cast<const uint4*>(params.appended ? params.value : params.past_value) + first;
   }
+  // Whether all rows see the same places.
+  __device__ bool gathers() const { return kLists && list; }
   // A tile of a token's heads. No splits: there is no such token.
   __device__ void find_list(const AttentionParams& params, int tile) {
     const int token = tile / params.tiles_per_token;
@@ -272,43 +275,46 @@ __device__ __forceinline__ void add_sides(ScoreAt score_at, float (&s)[NT][4]) {
 }
 
 // A tile of 16 rows on mma.sync, bound by memory. 4 warps share a stage's slots, two the features of their scores,
-// eight the values' columns.
-template <typename T, int kRing, bool kLists>
+// eight the values' columns. Tile: LatentTile or EqualTile.
+template <typename T, int kRing, class Tile>
 __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_constant__ AttentionParams params) {
-  constexpr int kStage = kLatentSlots * kLatentKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
-  constexpr int kSteps = kLatentSplit / 16;  // of 16 features: a warp's
+  constexpr int kKeys = Tile::kKeys, kFirstValue = (kKeys - kLatentValues) / 8;  // tile of eight columns
+  constexpr int kStage = kLatentSlots * kKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
+  constexpr int kHalf = kKeys / 16, kSteps = kHalf / 2;  // a warp's chunks, and steps of 16 features
+  using Layout = WholeRowLayout<kKeys>;
   extern __shared__ uint4 shared[];
   const uint32_t ring_at = shared_address(shared), scores_at = ring_at + kRing * kStage;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   wait_for_previous();
   launch_dependents();
-  if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
-    return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
-  LatentTile<kLists> tile(params);
+  if constexpr (Tile::kAppends)
+    if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
+      return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
+  Tile tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
   auto at_stage = [&](int stage) { return ring_at + static_cast<uint32_t>(stage - tile.begin) % kRing * kStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    if (stage < tile.end) tile.template load_stage<T, WholeRowLayout, kLatentSlots>(params, stage, at_stage(stage));
+    if (stage < tile.end) tile.template load_stage<T, Layout, kLatentSlots>(params, stage, at_stage(stage));
     copy_async_commit();
   };
   // The queries lie where the last stage will, until warps have them in registers.
   const uint32_t queries_at = ring_at + (kRing - 1) * kStage;
-  tile.template load_queries<T, WholeRowLayout, kFewRows, false>(params, queries_at);
+  tile.template load_queries<T, Layout, kFewRows, false>(params, queries_at);
   copy_async_commit();
   for (int i = 0; i < kRing - 1; ++i) load(tile.begin + i);
-  tile.template load_queries<T, WholeRowLayout, kFewRows, true>(params, queries_at);
+  tile.template load_queries<T, Layout, kFewRows, true>(params, queries_at);
   copy_async_wait<kRing - 1>();
   __syncthreads();
-  const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kLatentHalf;
+  const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kHalf;
   uint32_t query[kSteps][4];
 #pragma unroll
   for (int d = 0; d < kSteps; ++d)
-    load_matrices(query[d], queries_at + swizzled<kLatentKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
+    load_matrices(query[d], queries_at + swizzled<kKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
 
   AttentionSums<1, M> sums(params, tile.batch, tile.first_row);
-  if (kLists && tile.list) sums.slot_of[0][0] = sums.slot_of[0][1] = span.last_slot;
+  if (tile.gathers()) sums.slot_of[0][0] = sums.slot_of[0][1] = span.last_slot;
   const int first_n = warp * M;
   for (int stage = tile.begin; stage < tile.end; ++stage) {
     copy_async_wait<kRing - 2>();
@@ -319,7 +325,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
 #pragma unroll
     for (int d = 0; d < kSteps; d += 2) {
       uint32_t k[4];
-      load_matrices(k, k_at + swizzled<kLatentKeys>(first_key + lane % 8, first_chunk + 2 * d + lane / 8));
+      load_matrices(k, k_at + swizzled<kKeys>(first_key + lane % 8, first_chunk + 2 * d + lane / 8));
       Half<T>::mma(sides[0], query[d], k[0], k[1]);
       Half<T>::mma(sides[1], query[d + 1], k[2], k[3]);
     }
@@ -342,8 +348,8 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
     find_largest(s, largest);
     weigh(s, largest, sums.most[0], sums.sum[0], factor);
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(sums.acc[0], factor);
-    add_stage_values<T, kLatentKeys>(k_at, 0, kFirstValue + first_n, masked && span.first_slot != span.last_slot,
-                                     SlotsBefore<1>{params, sums.slot_of, slot}, scores, sums);
+    add_stage_values<T, kKeys>(k_at, 0, kFirstValue + first_n, masked && span.first_slot != span.last_slot,
+                               SlotsBefore<1>{params, sums.slot_of, slot}, scores, sums);
   }
   add_quads(sums.sum[0]);
 #pragma unroll
@@ -354,12 +360,12 @@ __global__ void __launch_bounds__(kLatentThreads, 1) attend_latent(const __grid_
 }
 
 // Asks the tensor cores for a warpgroup's half of a stage's scores.
-template <typename T, int kRows, int kSlots>
+template <typename T, int kRows, int kSlots, int kKeys>
 __device__ __forceinline__ void wide_scores(uint32_t q_low, uint32_t k_low, float (&s)[kSlots / 16][4]) {
   constexpr int kOwn = kSlots / 2, kTile = kSlots * 128;
   wgmma_fence();
 #pragma unroll
-  for (int d = 0; d < kLatentKeys / 16; ++d)
+  for (int d = 0; d < kKeys / 16; ++d)
     wgmma_shared<T, kOwn>(s[0], wgmma_descriptor(q_low + (d / 4 * kRows * 128 + d % 4 * 32) / 16),
                           wgmma_descriptor(k_low + (d / 4 * kTile + d % 4 * 32) / 16), d > 0);
   wgmma_commit();
@@ -386,22 +392,24 @@ __device__ __forceinline__ void share_weights(const float (&s)[NT][4], WeightsOf
 // A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, and the values' columns for the
 // sums. A thread and its counterpart in the other warpgroup have the same rows. The two exchange the largest scores,
 // and weights. One long function: scores, weights and sums are registers from one stage to the next.
-template <typename T, bool kLists>
+template <typename T, class Tile>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latent_wide(const __grid_constant__ AttentionParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = kLatentWideRows, kSlots = kLatentWideSlots, kOwn = kSlots / 2, NT = kOwn / 8;
-  constexpr int kTile = kSlots * 128, kStage = kSlots * kLatentKeys * 2, M = kLatentValues / 8 / 2;
+  constexpr int kKeys = Tile::kKeys, kFirstValue = (kKeys - kLatentValues) / 8;
+  constexpr int kTile = kSlots * 128, kStage = kSlots * kKeys * 2, M = kLatentValues / 8 / 2;
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = (shared_address(shared) + 1023) / 1024 * 1024, ring_at = q_at + kRows * kLatentKeys * 2;
+  const uint32_t q_at = (shared_address(shared) + 1023) / 1024 * 1024, ring_at = q_at + kRows * kKeys * 2;
   const uint32_t weights_at = ring_at + kLatentWideStages * kStage, largest_at = weights_at + kLatentThreads * 32;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = threadIdx.x / 128;
   const int row_of = threadIdx.x % 128 / 32 * 16 + g, pair_barrier = 1 + static_cast<int>(threadIdx.x) % 128 / 32;
   wait_for_previous();
   launch_dependents();
-  if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
-    return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
-  LatentTile<kLists> tile(params);
+  if constexpr (Tile::kAppends)
+    if (const int blocks = params.tiles * params.pairs * params.splits; static_cast<int>(blockIdx.x) >= blocks)
+      return append_latent<T>(params, static_cast<int>(blockIdx.x) - blocks);
+  Tile tile(params);
   if (tile.begin == tile.end) return;
   const Span& span = tile.span;
 
@@ -420,7 +428,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
   int slot_of[1][2] = {{tile.batch.past + (tile.first_row + row_of) / params.group,
                         tile.batch.past + (tile.first_row + row_of + 8) / params.group}};
-  if (kLists && tile.list) slot_of[0][0] = slot_of[0][1] = span.last_slot;
+  if (tile.gathers()) slot_of[0][0] = slot_of[0][1] = span.last_slot;
   auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
   auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
   for (int stage = tile.begin; stage < tile.end; ++stage) {
@@ -429,7 +437,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     __syncthreads();  // the stage is there for all threads, and the last one is read
     const uint32_t k_at = at_stage(stage), v_at = k_at + (kFirstValue / 8 + group * M / 8) * kTile;
     float s[NT][4];
-    wide_scores<T, kRows, kSlots>(descriptor_low(q_at), descriptor_low(k_at + group * kOwn * 128), s);
+    wide_scores<T, kRows, kSlots, kKeys>(descriptor_low(q_at), descriptor_low(k_at + group * kOwn * 128), s);
     load(stage + 1);
     wgmma_wait<0>();
     const int slot = stage * kSlots;

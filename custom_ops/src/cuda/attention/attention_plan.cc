@@ -11,6 +11,20 @@ namespace {
 
 constexpr int kMostHeads = 4096;
 
+int validate_equal(const qm_attention& attention, char* err) {
+  if (attention.head_size != kEqualKeys || (attention.key_split && attention.key_split != kEqualSplit))
+    return fail(err, QM_UNSUPPORTED,
+                "head_size is %d and key_split %d, of keys that are their values the CUDA kernels take %d and 0 or %d",
+                attention.head_size, attention.key_split, kEqualKeys, kEqualSplit);
+  if (attention.qk_norm == k_qk_norm_row)
+    return fail(err, QM_UNSUPPORTED,
+                "qk_norm is \"row\", of keys that are their values the CUDA kernels take none and head");
+  if (attention.chunk_size)
+    return fail(err, QM_UNSUPPORTED, "chunk_size is %d, of keys that are their values the CUDA kernels take 0",
+                attention.chunk_size);
+  return QM_OK;
+}
+
 int validate_latent(const qm_attention& attention, char* err) {
   if (attention.head_size != kLatentKeys || attention.v_head_size != kLatentValues ||
       attention.key_split != kLatentSplit)
@@ -37,11 +51,10 @@ int validate_attributes(const qm_attention& attention, char* err) {
   if (attention.nope_size)
     return fail(err, QM_UNSUPPORTED, "nope_size is %d, the CUDA kernels take queries of latents (0)",
                 attention.nope_size);
-  if (attention.compress_rate)
-    return fail(err, QM_UNSUPPORTED, "compress_rate is %d, the CUDA kernels take 0", attention.compress_rate);
   if (attention.block_size && attention.key_split)
     return fail(err, QM_UNSUPPORTED, "block_size is %d, of latent attention the CUDA kernels take 0",
                 attention.block_size);
+  if (is_equal(attention)) return validate_equal(attention, err);
   if (attention.key_split) return validate_latent(attention, err);
 #define QM_SIZES(keys, values) \
   if (attention.head_size == keys && attention.v_head_size == values) return QM_OK;
@@ -57,12 +70,13 @@ int validate_attributes(const qm_attention& attention, char* err) {
 int validate_lists(const qm_attention& attention, const qm_shape& selected, char* err) {
   if (selected.rank < 0) return QM_OK;
 #define QM_SIZES(keys, values) || (attention.head_size == keys && attention.v_head_size == values)
-  if (!(attention.key_split QM_ATTENTION_LIST_SIZES(QM_SIZES)))
+  if (!(attention.key_split || attention.compress_rate QM_ATTENTION_LIST_SIZES(QM_SIZES)))
     return fail(err, QM_UNSUPPORTED,
                 "head_size is %d and v_head_size %d, with the input selected the CUDA kernels take 128 and 256 of both",
                 attention.head_size, attention.v_head_size);
 #undef QM_SIZES
-  if (attention.sliding_window || attention.chunk_size || attention.block_size)
+  const bool window = attention.sliding_window && !attention.compress_rate;
+  if (window || attention.chunk_size || attention.block_size)
     return fail(err, QM_INVALID,
                 "sliding_window is %d, chunk_size %d and block_size %d, expected 0 with the input selected",
                 attention.sliding_window, attention.chunk_size, attention.block_size);
@@ -201,19 +215,29 @@ void plan_paged(const AttentionProblem& problem, const qm_cuda_device& device, i
   plan->many_rows = rows_of_many(problem, multiprocessors, problem.tokens * group, attention.kv_num_heads, plan);
 }
 
-// On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
-void plan_latent(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors,
-                 AttentionPlan* plan) {
-  const int64_t rows = problem.tokens * (problem.attention.num_heads / problem.attention.kv_num_heads);
-  const int64_t pairs = problem.batch * problem.attention.kv_num_heads;
+// On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long. `rows` rows share a key, `times` for
+// each head of keys of a batch row.
+void plan_latent(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors, int64_t rows,
+                 int64_t times, AttentionPlan* plan) {
+  const int64_t pairs = problem.batch * problem.attention.kv_num_heads * times;
   plan->wgmma = device.sm == 90 && rows > kFewRows;
   plan->tile_rows = plan->wgmma ? kLatentWideRows : kFewRows;
-  plan->stages = plan->wgmma                                        ? kLatentWideStages
-                 : fits(device, latent_shared_bytes(kLatentStages)) ? kLatentStages
-                                                                    : kFewLatentStages;
+  plan->stages = plan->wgmma                                                                     ? kLatentWideStages
+                 : fits(device, latent_shared_bytes(problem.attention.head_size, kLatentStages)) ? kLatentStages
+                                                                                                 : kFewLatentStages;
   // One multiprocessor is for the blocks that store new keys.
   plan->splits = splits_of(problem, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
                            ceil_div(rows, plan->tile_rows) * pairs, kMostLatentSplits);
+}
+
+// Of keys that are their values: a tile has heads of one token. Splits are of what a token of the last slot sees.
+void plan_equal(const AttentionProblem& problem, const qm_cuda_device& device, int multiprocessors,
+                AttentionPlan* plan) {
+  const qm_attention& node = problem.attention;
+  AttentionProblem seen = problem;
+  if (node.sliding_window) seen.slots = std::min<int64_t>(seen.slots, node.sliding_window);
+  if (node.compress_rate) seen.slots += problem.slots / node.compress_rate;
+  plan_latent(seen, device, multiprocessors, node.num_heads / node.kv_num_heads, problem.tokens, plan);
 }
 
 }  // namespace
@@ -245,8 +269,10 @@ int plan_attention(const void* node, const qm_cuda_call& call, const qm_cuda_dev
   plan->cluster = 1;
   if (asked.attention.block_size) {
     plan_paged(asked, device, multiprocessors, plan);
+  } else if (is_equal(asked.attention)) {
+    plan_equal(asked, device, multiprocessors, plan);
   } else if (asked.attention.key_split) {
-    plan_latent(asked, device, multiprocessors, plan);
+    plan_latent(asked, device, multiprocessors, rows, 1, plan);
   } else if (rows <= kFewRows) {
     plan_few(asked, device, multiprocessors, plan);
   } else {
@@ -260,8 +286,11 @@ int plan_attention(const void* node, const qm_cuda_call& call, const qm_cuda_dev
     made.workspace_bytes += static_cast<uint64_t>(ceil_div(bytes, 256) * 256);
     return at;
   };
-  if ((plan->many_rows || plan->tile_rows != kFewRows) && !asked.attention.key_split)
+  if (is_equal(asked.attention) || ((plan->many_rows || plan->tile_rows != kFewRows) && !asked.attention.key_split))
     plan->queries = take(heads * keys * 2);
+  if (const qm_shape& lists = call.inputs[CachedAttention_selected].shape;
+      lists.rank > 0 && asked.attention.compress_rate)
+    plan->entries = take(all_tokens * lists.sizes[2] * (lists.sizes[3] + 1) * 4);
   if (plan->splits > 1 && plan->cluster == 1) {
     plan->sums = take(heads * plan->splits * 8);
     plan->partial = take(heads * plan->splits * values * 4);

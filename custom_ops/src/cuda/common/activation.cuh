@@ -8,11 +8,12 @@ namespace quantmoe {
 __device__ inline float silu(float z) { return z * sigmoid(z); }
 
 __device__ inline float relu2(float z) { return z > 0.f ? z * z : (z == z ? 0.f : z); }
+// The comparisons keep NaN, which fminf would drop.
+__device__ inline float at_most(float z, float limit) { return z > limit ? limit : z; }
+__device__ inline float clamp_to(float z, float limit) { return z > limit ? limit : z < -limit ? -limit : z; }
 __device__ inline float swiglu_oai(const Activation& activation, float gate, float up) {
-  // the comparisons keep NaN, fminf would drop it
-  const float g = gate > activation.limit ? activation.limit : gate;
-  const float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
-  return g * sigmoid(activation.alpha * g) * (u + 1.f);
+  const float g = at_most(gate, activation.limit);
+  return g * sigmoid(activation.alpha * g) * (clamp_to(up, activation.limit) + 1.f);
 }
 
 // cap tanh(z / cap)
@@ -39,11 +40,10 @@ static __device__ __noinline__ float activate_other(const Activation& activation
   if (!activation.gated) return activate1(activation.kind, up);
   if (activation.kind == k_activation_swiglu_oai) return swiglu_oai(activation, gate, up);
   if (activation.kind == k_activation_swiglu_tanh) return swiglu_tanh(activation, gate, up);
-  if (activation.kind == k_activation_swiglu_step) {
-    float g = silu(gate);
-    float u = up > activation.limit ? activation.limit : up < -activation.limit ? -activation.limit : up;
-    return (g > activation.limit ? activation.limit : g) * u;
-  }
+  if (activation.kind == k_activation_swiglu_step)
+    return at_most(silu(gate), activation.limit) * clamp_to(up, activation.limit);
+  if (activation.kind == k_activation_swiglu_clamp)
+    return silu(at_most(gate, activation.limit)) * clamp_to(up, activation.limit);
   return activate1(activation.kind, gate) * up;
 }
 

@@ -164,8 +164,6 @@ int validate_moe(const MoEProblem& problem, const qm_cuda_device& device, char* 
   QM_TRY(validate_flag(moe.gated, "", "gated", err));
   QM_TRY(validate_flag(moe.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
   QM_TRY(check_activation(moe, err));
-  if (moe.activation == k_activation_swiglu_clamp)
-    return fail(err, QM_UNSUPPORTED, "activation is swiglu_clamp (DeepSeek-V4, Hunyuan 4), which has no CUDA kernel");
   if (moe.w2_hadamard)
     return fail(err, QM_UNSUPPORTED,
                 "w2_hadamard is %d (the input of down_proj is rotated in each run), which no CUDA kernel does: export "

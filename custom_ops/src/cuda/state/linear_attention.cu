@@ -13,8 +13,6 @@ using DeltaKernel = void (*)(DeltaParams);
 
 template <typename T>
 int enqueue(const qm_conv& conv, const SequenceCall<qm_conv>& call, cudaStream_t stream, char* err) {
-  constexpr ConvKernel kernels[] = {causal_conv<T, 2>, causal_conv<T, 3>, causal_conv<T, 4>};
-  constexpr ConvKernel steps[] = {causal_conv_step<T, 2>, causal_conv_step<T, 3>, causal_conv_step<T, 4>};
   const int64_t slot = call.batch * conv.channels * (conv.width - 1), live = (conv.state_window - 1) * slot;
   const ConvParams params{conv,
                           static_cast<int>(call.batch),
@@ -32,15 +30,19 @@ int enqueue(const qm_conv& conv, const SequenceCall<qm_conv>& call, cudaStream_t
   const unsigned pairs = blocks_for(conv.channels / 2, kConvThreads), batch = static_cast<unsigned>(call.batch);
   const dim3 grid(pairs, std::max(1u, blocks_for(call.tokens, kConvTokens)), batch);
   Launcher launcher{stream};
-  if (conv.width > kMostKeptConvWidth) {
-    launcher.run(causal_conv_wide<T>, params, grid, kConvThreads, 0, true);
-    launcher.run(causal_conv_keep<T>, params, dim3(pairs, 1, batch), kConvThreads, 0, true);
-  } else if (call.tokens == 1) {
-    launcher.run(steps[conv.width - kLeastConvWidth], params, dim3(pairs, blocks_for(batch, kConvRows)), kConvThreads,
-                 0, true);
-  } else {
-    launcher.run(kernels[conv.width - kLeastConvWidth], params, grid, kConvThreads, 0, true);
-  }
+  if constexpr (sizeof(T) == 2)
+    if (conv.width <= kMostKeptConvWidth) {
+      constexpr ConvKernel kernels[] = {causal_conv<T, 2>, causal_conv<T, 3>, causal_conv<T, 4>};
+      constexpr ConvKernel steps[] = {causal_conv_step<T, 2>, causal_conv_step<T, 3>, causal_conv_step<T, 4>};
+      const int of_width = conv.width - kLeastConvWidth;
+      if (call.tokens == 1)
+        launcher.run(steps[of_width], params, dim3(pairs, blocks_for(batch, kConvRows)), kConvThreads, 0, true);
+      else
+        launcher.run(kernels[of_width], params, grid, kConvThreads, 0, true);
+      return report(launcher.error, err);
+    }
+  launcher.run(causal_conv_wide<T>, params, grid, kConvThreads, 0, true);
+  launcher.run(causal_conv_keep<T>, params, dim3(pairs, 1, batch), kConvThreads, 0, true);
   return report(launcher.error, err);
 }
 
@@ -118,8 +120,9 @@ int launch_conv(const void* node, const qm_cuda_node_plan&, const qm_cuda_call& 
   const SequenceCall<qm_conv> call{made.inputs, made.outputs};
   if (call.batch == 0) return QM_OK;
   const cudaStream_t stream = static_cast<cudaStream_t>(made.stream);
-  return call.type == QM_BF16 ? enqueue<__nv_bfloat16>(conv, call, stream, err)
-                              : enqueue<__half>(conv, call, stream, err);
+  return call.type == QM_F32    ? enqueue<float>(conv, call, stream, err)
+         : call.type == QM_BF16 ? enqueue<__nv_bfloat16>(conv, call, stream, err)
+                                : enqueue<__half>(conv, call, stream, err);
 }
 
 int launch_delta(const void* node, const qm_cuda_node_plan& plan, const qm_cuda_call& made, char* err) {

@@ -223,9 +223,13 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_step(const __grid_co
   }
 }
 
-// Wider convolutions: two channels a thread, of whose weights and state nothing stays in registers. The state is
-// causal_conv_keep's, which comes after.
+// Wider convolutions, and those of float32: two channels a thread, of whose weights and state nothing stays in
+// registers. The state is causal_conv_keep's, which comes after.
+template <typename T>
 struct WideConv {
+  struct alignas(2 * sizeof(T)) Both {
+    T x[2];
+  };
   const ConvParams& params;
   const TokenRow& row;
   int batch_row, pair;
@@ -236,16 +240,17 @@ struct WideConv {
     return (batch_row * pairs + pair) * 2 * (params.conv.width - 1) - back * params.slot;
   }
   // Both channels' input of a token, counted from the first that counts; before it is the state.
-  __device__ uint32_t input(int token) const {
+  __device__ Both input(int token) const {
     if (token >= 0) {
       const int64_t at = static_cast<int64_t>(batch_row) * params.tokens + row.begin + token;
-      return static_cast<const uint32_t*>(params.x)[at * params.x_words + pair];
+      return static_cast<const Both*>(params.x)[at * params.x_words + pair];
     }
-    if (row.count && !row.from_past) return 0;
+    if (row.count && !row.from_past) return both(0.f, 0.f);
     const int size = params.conv.width - 1;
-    const uint16_t* past = static_cast<const uint16_t*>(params.past) + state_at(0) + token + size;
-    return past[0] | static_cast<uint32_t>(past[size]) << 16;
+    const T* past = static_cast<const T*>(params.past) + state_at(0) + token + size;
+    return {{past[0], past[size]}};
   }
+  __device__ static Both both(float first, float second) { return {{T(first), T(second)}}; }
 };
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads) causal_conv_wide(const __grid_constant__ ConvParams params) {
@@ -255,23 +260,25 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_wide(const __grid_co
             width = params.conv.width;
   if (pair >= pairs) return;
   const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
-  const WideConv conv{params, row, batch_row, pair};
+  const WideConv<T> conv{params, row, batch_row, pair};
   const int first = blockIdx.y * kConvTokens;
   for (int t = first; t < min(first + kConvTokens, params.tokens); ++t) {
-    uint32_t& y =
-        static_cast<uint32_t*>(params.y)[(static_cast<int64_t>(batch_row) * params.tokens + t) * pairs + pair];
+    auto& y = static_cast<typename WideConv<T>::Both*>(
+        params.y)[(static_cast<int64_t>(batch_row) * params.tokens + t) * pairs + pair];
     if (!row.has(t)) {
-      y = row.valid ? 0 : Half<T>::pack(not_a_number(), not_a_number());
+      const float none = row.valid ? 0.f : not_a_number();
+      y = conv.both(none, none);
       continue;
     }
     float2 sum = params.bias ? make_float2(params.bias[2 * pair], params.bias[2 * pair + 1]) : float2{};
     for (int j = 0; j < width; ++j) {
-      const uint32_t both = conv.input(t - row.begin - (width - 1) + j);
+      const auto both = conv.input(t - row.begin - (width - 1) + j);
       const float* weight = params.weight + 2 * pair * width + j;
-      sum = make_float2(fmaf(weight[0], Half<T>::low(both), sum.x), fmaf(weight[width], Half<T>::high(both), sum.y));
+      sum.x = fmaf(weight[0], static_cast<float>(both.x[0]), sum.x);
+      sum.y = fmaf(weight[width], static_cast<float>(both.x[1]), sum.y);
     }
     if (params.conv.activation == k_conv_activation_silu) sum = make_float2(silu(sum.x), silu(sum.y));
-    y = Half<T>::pack(sum.x, sum.y);
+    y = conv.both(sum.x, sum.y);
   }
 }
 // The states that a call leaves. In place a value moves to a place before its own, which is read by then.
@@ -282,13 +289,13 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_keep(const __grid_co
   const int pair = blockIdx.x * kConvThreads + threadIdx.x, batch_row = blockIdx.z, size = params.conv.width - 1;
   const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
   if (pair >= params.conv.channels / 2 || !row.valid) return;
-  const WideConv conv{params, row, batch_row, pair};
+  const WideConv<T> conv{params, row, batch_row, pair};
   for (int back = params.conv.state_window - 1; back >= 0; --back) {
     if (back && back >= row.count && !params.apart) continue;
-    uint16_t* to = static_cast<uint16_t*>(params.present) + conv.state_at(back);
+    T* to = static_cast<T*>(params.present) + conv.state_at(back);
     for (int j = 0; j < size; ++j) {
-      const uint32_t both = back && back >= row.count ? 0 : conv.input(row.count - back - size + j);
-      to[j] = both & 0xffff, to[size + j] = both >> 16;
+      const auto both = back && back >= row.count ? conv.both(0.f, 0.f) : conv.input(row.count - back - size + j);
+      to[j] = both.x[0], to[size + j] = both.x[1];
     }
   }
 }

@@ -13,14 +13,17 @@ struct Size {
   int64_t batch, tokens;
 };
 
-// blocks: of the grid's last dimension but one.
-int read_size(const char* input, const qm_tensor& first, int64_t blocks, Size& size, char* err) {
-  const int32_t type = first.type;
-  const int64_t batch = first.shape.sizes[0], tokens = first.shape.sizes[1];
-  size = {batch, tokens};
+int check_halves(const char* input, int32_t type, char* err) {
   if (type != QM_F16 && type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input,
                 type);
+  return QM_OK;
+}
+
+// blocks: of the grid's last dimension but one.
+int read_size(const qm_tensor& first, int64_t blocks, Size& size, char* err) {
+  const int64_t batch = first.shape.sizes[0], tokens = first.shape.sizes[1];
+  size = {batch, tokens};
   constexpr int64_t kMost = 65535;  // of the grid's last two dimensions
   if (batch < 0 || tokens < 0 || batch > kMost || blocks > kMost || tokens > INT32_MAX / 2)
     return fail(err, QM_UNSUPPORTED,
@@ -48,8 +51,12 @@ int plan_conv(const void* node, const qm_cuda_call& call, const qm_cuda_device&,
   if (conv.x_size % 2 || conv.x_offset % 2)
     return fail(err, QM_UNSUPPORTED, "x_size is %d and x_offset %d, the CUDA kernel takes even numbers", conv.x_size,
                 conv.x_offset);
+  const qm_tensor& x = call.inputs[CausalConv_x];
+  if (x.type != QM_F32 && x.type != QM_F16 && x.type != QM_BF16)
+    return fail(err, QM_UNSUPPORTED, "x is of type %d, the CUDA kernels take float32 (0), float16 (1) and bfloat16 (2)",
+                x.type);
   Size size;
-  return read_size("x", call.inputs[CausalConv_x], call.inputs[CausalConv_x].shape.sizes[1] / kConvTokens, size, err);
+  return read_size(x, x.shape.sizes[1] / kConvTokens, size, err);
 }
 
 int plan_delta(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& plan,
@@ -64,7 +71,8 @@ int plan_delta(const void* node, const qm_cuda_call& call, const qm_cuda_device&
     return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", delta.a_size,
                 delta.a_offset);
   Size size;
-  QM_TRY(read_size("qkv", call.inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
+  QM_TRY(check_halves("qkv", call.inputs[GatedDelta_qkv].type, err));
+  QM_TRY(read_size(call.inputs[GatedDelta_qkv], delta.num_v_heads, size, err));
   // A block for each state where these are enough for most multiprocessors.
   const bool few = size.tokens <= kFewDeltaTokens,
              batch = device.sm < 90 || 4 * size.batch * delta.num_v_heads >= 3 * device.multiprocessors;
@@ -88,7 +96,8 @@ int plan_space(const void* node, const qm_cuda_call& call, const qm_cuda_device&
   if (constexpr int kMost = kSpaceGateEach * kSpaceGateThreads; space.norm_size > kMost)
     return fail(err, QM_UNSUPPORTED, "norm_size is %d, the CUDA kernels take up to %d", space.norm_size, kMost);
   Size size;
-  QM_TRY(read_size("xbc", call.inputs[StateSpace_xbc], space.num_heads, size, err));
+  QM_TRY(check_halves("xbc", call.inputs[StateSpace_xbc].type, err));
+  QM_TRY(read_size(call.inputs[StateSpace_xbc], space.num_heads, size, err));
   if (space.state_size <= 128 && space.head_size % kScanColumns == 0)
     plan.chosen[kChunked] = chunks_on(device, size.tokens);
   int64_t floats = size.batch * size.tokens * width_of(space);
