@@ -65,6 +65,9 @@ FORMATS = {
     "w8a8-128": ("fp8_e4m3", 128, 128, "f32", 0, "fp8_group128"),
     "mxfp4": ("mxfp4", 32, 1, "e8m0", 0, "none"),
     "nvfp4": ("nvfp4", 16, 1, "e4m3", 0, "none"),
+    "q4_k": ("q4_k", 256, 1, "k32", 0, "none"),
+    "q5_k": ("q5_k", 256, 1, "k32", 0, "none"),
+    "q6_k": ("q6_k", 256, 1, "k16", 0, "none"),
 }
 
 
@@ -124,6 +127,12 @@ def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> t
             torch.rand((spec.num_experts, (part.stop - part.start) // size), device="cuda", generator=generator) + 0.5
         )
 
+    if own.format.endswith("_k"):  # FORMAT.md 3.3: a panel's factors, then its levels, which are random
+        factor_bytes = 32 if own.format == "q6_k" else 64
+        blocks = rows[:, at.part("scales")].unflatten(1, (-1, factor_bytes + 256))
+        factors = torch.rand((*blocks.shape[:2], factor_bytes // 2), device="cuda", generator=generator) + 0.5
+        blocks[:, :, :factor_bytes] = (factors / (600 * k**0.5)).half().view(torch.uint8)
+        return rows
     dtype = {
         "f32": torch.float32,
         "f16": torch.float16,

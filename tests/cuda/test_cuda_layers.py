@@ -136,7 +136,7 @@ def formats_of(*kinds: str) -> dict[str, Case]:
 OF_512_ROWS = {name: CASES[name] for name in ("base", "g128", "g64", "channel", "odd-sizes", "split-k")}
 
 
-OF_512_ROWS |= formats_of("int4", "mxfp4", "nvfp4")
+OF_512_ROWS |= formats_of("int4", "mxfp4", "nvfp4", "q4_k")
 
 
 @gpu

@@ -75,9 +75,11 @@ def tiles_of(plan):
     return tuple((8 * step.n_tiles, step.panels) for step in (plan.w13, plan.w2))
 
 
-@pytest.mark.parametrize(("name", "most"), [("int4-zero", 6), ("nvfp4", 6), ("int8", 3), ("fp8", 3)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("int4-zero", 6), ("nvfp4", 6), ("q4_k", 6), ("q5_k", 3), ("q6_k", 3), ("int8", 3), ("fp8", 3)]
+)
 def test_every_tile_of_wgmma_has_its_tokens(name, most):
-    """What test_cuda_layers.test_every_tile runs: 8 bits have no blocks of 512 rows."""
+    """What test_cuda_layers.test_every_tile runs: more than 4 bits have no blocks of 512 rows."""
     found = []
     for shape, tokens in TILES:
         case = of_format(name, FORMAT_SHAPES[shape])

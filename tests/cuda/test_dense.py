@@ -90,7 +90,7 @@ def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", [*(name for name in LINEARS if name not in K_QUANTS), "int4-32"])
+@pytest.mark.parametrize("name", [*LINEARS, "int4-32"])
 def test_plans_are_of_compiled_kernels(name):
     """For any number of rows: the tiles cover them, parts have units of K, the blocks fit."""
     case = replace(BASE, hidden=1032, intermediate=520) if name == "int4-32" else LINEARS[name]
@@ -110,16 +110,6 @@ def test_plans_are_of_compiled_kernels(name):
         assert 1 <= g.cluster <= min(8, units)
         assert g.grid == (tiles * g.cluster if g.cluster > 1 else min(tiles, g.grid))
         assert (plan.workspace_bytes > 0) == bool(spec.w.perm)
-
-
-@pytest.mark.parametrize("rows", [9, 300, 4096])
-@pytest.mark.parametrize("name", K_QUANTS)
-def test_scales_of_two_levels_have_no_dense_kernel(name, rows):
-    _, spec, _ = build_linear(LINEARS[name])
-    p = cuda.linear_problem(spec, "bf16", rows)
-    plan = cuda.plan(p, cuda.H200)
-    cuda.check_plan(p, plan)
-    assert cuda.PATHS[plan.path] == "stream"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +140,41 @@ def test_tiles_and_parts(width, parts):
     x = inputs(width + 7, spec.in_features, "bf16")
     y = launch(spec, w, x, plan_of(spec, len(x), width, parts))
     assert_close(y, x, m, "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("parts", [1, 3, 8])
+@pytest.mark.parametrize("width", [16, 64, 112, 128, 160, 256])
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_parts_of_scales_of_two_levels(name, width, parts, dtype):
+    """Parts of K that begin in the middle of a block of scales."""
+    m, spec, w = build_linear(of_format(name, replace(BASE, hidden=520, intermediate=64 * 9 + 8, bias=True)))
+    x = inputs(width + 7, spec.in_features, dtype)
+    assert_close(launch(spec, w, x, plan_of(spec, len(x), width, parts)), x, m, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("rows", [20, 100, 200])
+@pytest.mark.parametrize("name", ["q4_k", "q5_k"])
+def test_minima_that_cancel_scales(name, rows, dtype):
+    """As in files: a group's minimum is about the middle of its codes times its scale."""
+    m, spec, w = minima_like_files(name, rows)
+    x = inputs(rows, spec.in_features, dtype)
+    assert_close(launch(spec, w, x), x, m, dtype)
+
+
+def minima_like_files(name: str, seed: int):
+    m, spec, _ = build_linear(of_format(name, replace(BASE, hidden=200, intermediate=1352)))
+    rng, scales = np.random.default_rng(seed), m.scales.copy()
+    scales["scales"] = rng.integers(1, 64, scales["scales"].shape)
+    scales["minima"] = (scales["scales"] + rng.integers(-3, 4, scales["minima"].shape)).clip(0, 63)
+    scales["d_min"] = scales["d"] * (8 if name == "q4_k" else 16)
+    m = replace(m, scales=scales)
+    row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    return m, spec, row[None]
 
 
 @gpu

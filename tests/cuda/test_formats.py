@@ -30,8 +30,6 @@ SM89 = cuda.Device(89, 132, 102400)
 def test_each_is_planned(monkeypatch, name, device, tokens, paths):
     monkeypatch.setattr(cuda, "library", native.library)
     weights, group_size, _ = FORMATS[name]
-    if name in K_QUANTS and tokens > 8:
-        paths = ("stream", "stream")  # mma.sync: wgmma reads scales of one level
     spec = spec_of(2048, 768, 8, group_size, weights)
     layer = cuda.plan(cuda.problem(spec, "bf16", tokens, 2, 8), device)
     linear = cuda.plan(cuda.linear_problem(linear_spec(768, 2048, spec.w2), "bf16", tokens), device)
@@ -81,12 +79,12 @@ def test_each_of_the_kernels_is_here():
 
 
 def test_one_of_two_projections_has_scales_of_two_levels(monkeypatch):
-    """As a layer of a Q4_K_M file may: neither is on wgmma then."""
+    """As a layer of a mixed file may: both are on wgmma."""
     monkeypatch.setattr(cuda, "library", native.library)
     spec = spec_of(2048, 768, 8)
     two = spec_of(2048, 768, 8, 256, K_QUANTS["q6_k"])
     for layer in (replace(spec, w2=two.w2), replace(spec, w13=two.w13)):
-        assert cuda.PATHS[cuda.plan(cuda.problem(layer, "bf16", 4096, 2, 8), cuda.H200).path] == "stream"
+        assert cuda.PATHS[cuda.plan(cuda.problem(layer, "bf16", 4096, 2, 8), cuda.H200).path] == "wgmma"
 
 
 @pytest.mark.parametrize(

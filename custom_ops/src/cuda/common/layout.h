@@ -128,14 +128,17 @@ struct LinearSizes {
   int panels, blocks, stages, shared_bytes;
 };
 constexpr int kLinearZeroBytes = 32;  // of a panel, at most; the same of scales:
-constexpr int linear_scale_bytes(int bits) { return bits == 16 ? 0 : 64; }
+constexpr int linear_scale_bytes(int bits, bool two_levels) {
+  return two_levels ? 8 * kTwoLevelBytes : bits == 16 ? 0 : 64;
+}
+constexpr int kLevelLine = 32;  // of scales of two levels; tensor copies take two lines a panel
 // Tokens whose results are in shared memory at a time.
 constexpr int linear_result_tokens(int tokens) { return tokens == 64 ? 64 : 128; }
-constexpr LinearSizes linear_sizes_of(int tokens, int bits, int zero_bytes) {
+constexpr LinearSizes linear_sizes_of(int tokens, int bits, bool two_levels, int zero_bytes) {
   LinearSizes sizes{};
   sizes.panels = tokens == 128 ? 16 : 8;
   sizes.blocks = tokens == 64 ? 2 : 1;
-  const int panel = 128 * bits + linear_scale_bytes(bits) + (zero_bytes > 0 ? kLinearZeroBytes : 0);
+  const int panel = 128 * bits + linear_scale_bytes(bits, two_levels) + (zero_bytes > 0 ? kLinearZeroBytes : 0);
   const int stage = tokens * 128 + sizes.panels * panel;
   const int rest = 1024 + sizes.panels * 32 * linear_result_tokens(tokens);  // 1024: to align
   sizes.stages = ((sizes.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;

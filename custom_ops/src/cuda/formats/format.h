@@ -30,12 +30,15 @@ struct FormatFacts {
   // Whether the kernels that round activations leave the stored input scale in the values: those for the format have no
   // registers for it.
   static constexpr bool kRoundsScaled = false;
-  // Scales are of two levels (FORMAT.md 3.3), which the kernels on mma.sync alone read.
+  // Scales are of two levels (FORMAT.md 3.3).
   static constexpr bool kTwoLevels = false;
   // Panels of moe_gemm_span.cuh; 0: a plan never says it.
   static constexpr int kSpanPanels = 0;
   // Two units that share their scales are one stage of a warp's ring, where a unit has one group.
   static constexpr bool kPairsUnits = false;
 };
+
+// On wgmma, of rows g and g + 8 in a unit with scales of two levels: the factors, 8 bytes later the levels.
+constexpr int kTwoLevelBytes = 16;
 
 }  // namespace quantmoe

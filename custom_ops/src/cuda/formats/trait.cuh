@@ -147,6 +147,7 @@ struct Sizes {
   static constexpr int kBits = F::kBits;
   static constexpr int kScaleBytes = F::scale_bytes(F::kGroups), kZeroBytes = F::kZeroBytes;
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
+  static constexpr int kHighBytes = kBits == 5 || kBits == 6 ? 4 * kBits - 16 : 0;  // of a lane
   // Whether a unit has two groups is known at run time only.
   static constexpr bool kRuntime = kBits == 8;
   // The place of a lane's 16 bytes in a unit's codes. With 8 bits this is row g's; row g + 8's are 512 bytes further.

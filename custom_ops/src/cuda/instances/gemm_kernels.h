@@ -1,5 +1,6 @@
 // The compiled products. Each file is one process of the compiler. gate_up.cu, down.cu, linear.cu and wgmma.cu have the
-// products of symmetric int4, *_any.cu of other formats.
+// products of symmetric int4, *_any.cu of other formats. Of formats with scales of two levels *_levels.cu have those on
+// wgmma.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,6 +45,14 @@ GemmKernel for_format(const qm_projection& w, const Body& body) {
 #include "cuda/formats/formats.inc"
   return nullptr;
 }
+// The same of a format whose scales are, or are not, of two levels; null of the others.
+template <bool two_levels, class Body>
+GemmKernel for_levels(const qm_projection& w, const Body& body) {
+  return for_format(w, [&](auto format) {
+    if constexpr (decltype(format)::kTwoLevels == two_levels) return body(format);
+    return GemmKernel{};
+  });
+}
 
 // The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations. Of
 // kPathDecode and kPathStream where nothing is packed:
@@ -65,6 +74,8 @@ template <typename T>
 GemmKernel wgmma_kernel(Product product, const qm_projection& w, const PlanStep& shape);
 template <typename T>
 GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const PlanStep& shape);
+template <typename T>
+GemmKernel wgmma_kernel_levels(Product product, const qm_projection& w, const PlanStep& shape);
 // kPathFp8.
 template <typename T>
 GemmKernel fp8_kernel(Product product, const qm_projection& w, const PlanStep& shape);
@@ -77,6 +88,8 @@ template <typename T>
 LinearKernel dense_kernel(const qm_projection& w, const PlanStep& shape);
 template <typename T>
 LinearKernel dense_kernel_any(const qm_projection& w, const PlanStep& shape);
+template <typename T>
+LinearKernel dense_kernel_levels(const qm_projection& w, const PlanStep& shape);
 // Of floats: kPathDecode and kPathStream, a linear's and a layer's; and a linear's kPathDense.
 template <typename T>
 GemmKernel float_kernel(Product product, int path, const PlanStep& shape);

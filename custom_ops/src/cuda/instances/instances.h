@@ -17,6 +17,7 @@ constexpr Product first_product(int path, bool gated) {
 // What the rows depend on of a format whose units have per_block groups; codes: tokens' codes are multiplied.
 struct FormatSizes {
   int bits, lane_bytes, zero_bytes;
+  int wgmma_bytes;  // lane_bytes on wgmma
   int units;        // of K that may be a stage of four panels
   int span_panels;  // 0: Span is not for the format
   int span_bytes;
@@ -27,6 +28,7 @@ constexpr FormatSizes sizes_of(int per_block, bool codes) {
   return {Facts::kBits,
           Facts::scale_bytes(per_block) + Facts::kZeroBytes,
           Facts::kZeroBytes,
+          Facts::kTwoLevels ? kTwoLevelBytes : Facts::scale_bytes(per_block) + Facts::kZeroBytes,
           Facts::kPairsUnits && per_block == 1 ? 2 : 1,
           codes ? 0 : Facts::kSpanPanels,
           span_shared_bytes<Facts::kSpanPanels, Facts::scale_bytes(2)>(),
@@ -86,11 +88,11 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& sizes) {
     case ProductKernel::kSpan:
       return sizes.span_bytes;
     case ProductKernel::kWgmma:
-      return wgmma_sizes_of(tokens, sizes.bits, sizes.lane_bytes, row.product).shared_bytes;
+      return wgmma_sizes_of(tokens, sizes.bits, sizes.wgmma_bytes, row.product).shared_bytes;
     case ProductKernel::kFp8:
       return kFp8SharedBytes;
     case ProductKernel::kDense:
-      return linear_sizes_of(tokens, sizes.bits, sizes.zero_bytes).shared_bytes;
+      return linear_sizes_of(tokens, sizes.bits, sizes.two_levels, sizes.zero_bytes).shared_bytes;
     case ProductKernel::kMma:
     case ProductKernel::kMmaWhole:
     case ProductKernel::kDownDecode:

@@ -6,8 +6,9 @@ namespace quantmoe {
 template <typename T>
 LinearKernel dense_kernel_any(const qm_projection& w, const PlanStep& g) {
   if (kind_of(w) == WeightKind::kFloat) return dense_float_kernel<T>(g);
-#define QM_CUDA_FORMAT(F)                                 \
-  if constexpr (!kOwnFiles<F> && !std::is_same_v<F, Fp8>) \
+  if (two_levels(kind_of(w))) return dense_kernel_levels<T>(w, g);
+#define QM_CUDA_FORMAT(F)                                                   \
+  if constexpr (!kOwnFiles<F> && !std::is_same_v<F, Fp8> && !F::kTwoLevels) \
     if (kind_of(w) == WeightKind::k##F) return select_dense<T, F>(g);
 #include "cuda/formats/formats.inc"
   return nullptr;  // linear.cu

@@ -25,12 +25,13 @@ namespace quantmoe {
 
 template <class F, int kTokens>
 struct LinearTile {
-  static constexpr LinearSizes kSizes = linear_sizes_of(kTokens, F::kBits, F::kZeroBytes);
+  static constexpr LinearSizes kSizes = linear_sizes_of(kTokens, F::kBits, F::kTwoLevels, F::kZeroBytes);
   static constexpr int kPanels = kSizes.panels, kStages = kSizes.stages, kConsumers = 32 * kPanels;  // threads
   static constexpr bool kBytes = F::kBits == 8, kFloats = F::kBits == 16;
-  static constexpr int kUnitBytes = 128 * F::kBits;  // of a panel's codes
+  static constexpr int kUnitBytes = 128 * F::kBits;       // of a panel's codes
+  static constexpr int kHigh = Sizes<F>::kHighBytes / 4;  // words of a lane's high bits
   static constexpr int kTokenBytes = kTokens * 128, kCodeBytes = kPanels * kUnitBytes;
-  static constexpr int kScaleBytes = kPanels * linear_scale_bytes(F::kBits);
+  static constexpr int kScaleBytes = kPanels * linear_scale_bytes(F::kBits, F::kTwoLevels);
   static constexpr int kZeroBytes = F::kZeroBytes > 0 ? kPanels* kLinearZeroBytes : 0;
   static constexpr int kResultTokens = linear_result_tokens(kTokens);
   // Where they begin.
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
     const uint64_t often = evict_normal_policy(),
                    once = params.tiles == params.row_tiles ? evict_first_policy() : often;
     const int zero_bytes = Shape::kZeroBytes ? weights.zero_bytes : 0;
-    const int scale_bytes = kFloats ? 0 : 8 * weights.scale_bytes;
+    const int scale_bytes = kFloats ? 0 : F::kTwoLevels ? 8 * kTwoLevelBytes : 8 * weights.scale_bytes;
     const int stage_bytes = params.width * 128 + Shape::kCodeBytes + Shape::kPanels * (scale_bytes + zero_bytes);
     auto copy_weights = [&](int stage, int k, int panel) {
       const int block = k >> weights.block_shift;
@@ -108,9 +109,14 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
       barrier_arrive_expect(barrier, stage_bytes);
       tensor_copy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, params.codes, 0, k * (kUnitBytes / 128), panel,
                   barrier, once);
-      if constexpr (!kFloats)
-        tensor_copy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, params.scales, 0, block, panel, barrier,
-                    often);
+      const uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleBytes;
+      if constexpr (F::kTwoLevels) {  // two lines of each panel's block: the factors; the unit's levels
+        const int lines = block * (F::kBlockBytes / kLevelLine), levels = 8 * F::kFactorBytes / kLevelLine + k % 4 * 2;
+        tensor_copy(scales_to, params.scales, 0, lines, panel, barrier, often);
+        tensor_copy(scales_to + Shape::kScaleBytes / 2, params.scales, 0, lines + levels, panel, barrier, often);
+      } else if constexpr (!kFloats) {
+        tensor_copy(scales_to, params.scales, 0, block, panel, barrier, often);
+      }
       if constexpr (Shape::kZeroBytes > 0)
         tensor_copy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, params.zeros, 0, block, panel, barrier, often);
     };
@@ -137,6 +143,7 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
     return;
   }
   set_registers<true, kTokens == 64 ? 104 : kTokens == 128 ? 112 : 232>();
+  constexpr int kHigh = Shape::kHigh;
   constexpr int kWords = kBytes || kFloats ? 2 : 1;  // of a lane's codes of 8 columns
   constexpr int kGroups = F::kUnitGroups;            // at most, of scales in a unit
   const int lane = threadIdx.x % 32, own_panel = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -144,17 +151,29 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
   // With 4 bits lane 4g + t' has chunk t', swizzled by the copy. With 8 bits see FORMAT.md 3.2. With 16 bits a lane has
   // what ldmatrix asks it for, of 16 columns; the copy swizzles.
   uint32_t codes_at = base + Shape::kCodesAt + own_panel * kUnitBytes;
+  // What the copy swizzles one of its lines of 128 bytes by.
+  const auto swizzle_of = [&](int line) {
+    return kHigh > 0 ? (own_panel * (kUnitBytes / 128) + line) % 8 : own_panel % 2 * 4 + line;
+  };
   if constexpr (kFloats) {
     codes_at += lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
   } else if constexpr (kBytes) {
     codes_at += g * 64 + (g / 2 << 4) + t / 2 * 4;
   } else {
-    codes_at += g / 2 * 128 + ((g % 2 * 4 ^ (own_panel % 2 * 4 + g / 2)) << 4) + t / 2 * 4;
+    codes_at += g / 2 * 128 + ((g % 2 * 4 ^ swizzle_of(g / 2)) << 4) + t / 2 * 4;
   }
   // Shuffled, or ptxas derives them from threadIdx again for every 64 columns.
   codes_at = __shfl_sync(~0u, codes_at, lane);
   const uint32_t scales_at =
-      __shfl_sync(~0u, base + Shape::kScalesAt + (own_panel * 8 + g) * weights.scale_bytes, lane);
+      F::kTwoLevels ? base + Shape::kScalesAt
+                    : __shfl_sync(~0u, base + Shape::kScalesAt + (own_panel * 8 + g) * weights.scale_bytes, lane);
+  // Codes' high bits come after the unit's low bits. Row g's four lanes have 16 bytes of them, or 32.
+  [[maybe_unused]] uint32_t high_at = 0;
+  if constexpr (kHigh > 0) {
+    const int line = 4 + kHigh * g / 8;
+    high_at = base + Shape::kCodesAt + own_panel * kUnitBytes + line * 128 + ((kHigh * g % 8 ^ swizzle_of(line)) << 4);
+    high_at = __shfl_sync(~0u, high_at, lane);
+  }
   const int shift = __shfl_sync(~0u, t % 2 * (kBytes ? 8 : 4), lane);  // of the word
   const uint32_t zeros_at =
       base + Shape::kZerosAt + own_panel * weights.zero_bytes + (weights.two_groups ? 4 * g : 2 * g & ~3);
@@ -163,6 +182,7 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
   const uint32_t block_mask = (1u << weights.block_shift) - 1;
 
   uint32_t words[8][kWords], scale_words[2], zero_words = 0;
+  [[maybe_unused]] uint4 high_words[2];
   auto load = [&](int stage, bool scales) {
     const uint32_t at = codes_at + stage * Shape::kCodeBytes;
     if constexpr (kFloats) {
@@ -186,8 +206,17 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
         words[i][0] = load4((at ^ chunk << 4) + 8 * half);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kHigh; ++i) high_words[i] = load16((high_at + stage * Shape::kCodeBytes) ^ i << 4);
     if (kFloats || !scales) return;
     const uint32_t from = scales_at + stage * Shape::kScaleBytes;
+    if constexpr (F::kTwoLevels) {
+      const uint32_t factors = from + own_panel * 64 + g * F::kFactorBytes;
+      const uint2 levels = load8(from + Shape::kScaleBytes / 2 + own_panel * 64 + g * 8);
+      scale_words[0] = F::template own_level<T>(
+          make_uint4(load4(factors), F::kMinima ? load4(factors + 4) : 0, levels.x, levels.y), t);
+      return;
+    }
     scale_words[0] = scale_words[1] = load4(from);
     if (weights.scale_bytes == 8) scale_words[1] = load4(from + 4);
     if constexpr (Shape::kZeroBytes > 0)
@@ -198,6 +227,7 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
   };
   // What codes are multiplied by.
   uint32_t factors[kGroups][2];
+  [[maybe_unused]] uint32_t rest[kGroups][2] = {};
   auto read_scales = [&] {
     auto each = [&](auto factor) {  // factor(words, group, row)
 #pragma unroll
@@ -205,7 +235,10 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
 #pragma unroll
         for (int row = 0; row < 2; ++row) factors[i][row] = factor(scale_words, i, row);
     };
-    if constexpr (F::kScaleFactors) {
+    if constexpr (F::kTwoLevels) {
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) F::factors(scale_words[0], i, factors[i], rest[i]);
+    } else if constexpr (F::kScaleFactors) {
       each([](const uint32_t(&from)[2], int i, int row) { return F::template group_factor<T>(from, i, row); });
     } else {
       with_scale_type<F>(weights.scale_type, [&](auto type) {
@@ -221,6 +254,14 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
       });
     }
   };
+  // High bits of lane `lane_of_row`, whose step t / 2 and half t % 2 come first.
+  [[maybe_unused]] auto high_of = [&](int lane_of_row) {
+    const uint4& v = high_words[kHigh * lane_of_row / 4];
+    const int right = kHigh * (t / 2 * 4 + t % 2);
+    if constexpr (kHigh == 2)
+      return lane_of_row % 2 ? make_uint2(v.z >> right, v.w >> right) : make_uint2(v.x >> right, v.y >> right);
+    return make_uint2((lane_of_row == 0 ? v.x : lane_of_row == 1 ? v.y : lane_of_row == 2 ? v.z : v.w) >> right, 0);
+  };
   auto dequantize = [&](uint32_t(&a)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -234,6 +275,9 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
       }
       if constexpr (kFloats) {
         two[0] = words[i][0], two[1] = words[i][1];
+      } else if constexpr (F::kTwoLevels) {
+        F::template dequant_levels<T>(words[i][0] >> shift, high_of(i % 4), 2 * half, factor,
+                                      rest[kGroups == 4 ? i / 2 : half], two);
       } else {
         F::template dequant_scaled<T>(words[i][0] >> shift, words[i][kWords - 1] >> shift, factor, low, high, two);
       }
@@ -262,7 +306,7 @@ __global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels
       const int used = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
       if (more) {
-        starts = (k & block_mask) == 0;
+        starts = F::kTwoLevels || (k & block_mask) == 0;
         barrier_wait(full + 8 * stage, phase);
         load(stage, starts);
       }

@@ -325,8 +325,8 @@ PlanStep choose_dense(const ProductWeights& weights, int64_t rows) {
   PlanStep step{};
   double best = INFINITY;
   for (const auto& costs : kCosts) {
-    const LinearSizes sizes = linear_sizes_of(costs.tokens, format.bits, format.zero_bytes);
-    const double bytes = format.bits > 4 ? costs.bytes : 1;
+    const LinearSizes sizes = linear_sizes_of(costs.tokens, format.bits, format.two_levels, format.zero_bytes);
+    const double bytes = format.bits > 4 || format.two_levels ? costs.bytes : 1;
     for (int width = linear_least(costs.tokens); width <= costs.tokens; width += 16)
       for (int parts = 1; parts <= std::min(8, row.units); ++parts) {
         if (width == 240) continue;  // measured: slower than 256

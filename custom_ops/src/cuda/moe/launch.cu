@@ -340,6 +340,7 @@ int multiply_dense(Launcher& launcher, const Call& call, const WeightMatrix& mat
   const WeightKind kind = kind_of(matrix.w);
   const uint32_t box = step.panels, width = params.width, lines = bits_of(kind);  // 128 bytes of a unit's codes
   const uint32_t scales = 8 * params.weights.scale_bytes, zeros = params.weights.zero_bytes;
+  const uint32_t line = two_levels(kind) ? kLevelLine : scales, line_box = two_levels(kind) ? 2 : 1;
   const uint64_t columns = step.in_columns, x_rows = params.rows, panels = params.weights.panels,
                  units = params.weights.units, blocks = params.weights.blocks;
   int status =
@@ -348,8 +349,8 @@ int multiply_dense(Launcher& launcher, const Call& call, const WeightMatrix& mat
     status = make_tensor_map(&params.codes, rows, 1, {128, units * lines, panels}, {128, units * lines * 128},
                              {128, lines, box}, lines != 8, err);
   if (!status && kind != WeightKind::kFloat)
-    status = make_tensor_map(&params.scales, rows + params.weights.scales_at, 1, {scales, blocks, panels},
-                             {scales, blocks * scales}, {scales, 1, box}, false, err);
+    status = make_tensor_map(&params.scales, rows + params.weights.scales_at, 1, {line, blocks * scales / line, panels},
+                             {line, blocks * scales}, {line, line_box, box}, false, err);
   if (!status && params.weights.zeros_at)
     status = make_tensor_map(&params.zeros, rows + params.weights.zeros_at, 1, {zeros, blocks, panels},
                              {zeros, blocks * zeros}, {zeros, 1, box}, false, err);

@@ -30,7 +30,10 @@ namespace quantmoe {
 // expects to be done first.
 template <typename F, Product product, int kTokens>
 struct WgmmaTile {
-  static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, product);
+  // Of rows g and g + 8: scales; and zero points.
+  static constexpr int kRowBytes = F::kTwoLevels ? kTwoLevelBytes : Sizes<F>::kScaleBytes;
+  static constexpr int kLaneBytes = kRowBytes + Sizes<F>::kZeroBytes;
+  static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, kLaneBytes, product);
   static constexpr bool kSmall = small_tile(kTokens);
   static constexpr int kPanels = kSizes.panels, kFeatures = features_of_panel(product);  // of a warp; of a panel
   static constexpr int kTilePanels = 8 * kPanels;
@@ -40,8 +43,8 @@ struct WgmmaTile {
   static constexpr int kUnitBytes = 128 * Sizes<F>::kBits;                    // of a panel's codes
   static constexpr int kCodeBytes = kTilePanels * kUnitBytes;
   // For each panel 8 times the scales of rows g and g + 8; then as many zero points.
-  static constexpr int kScaleBytes = kTilePanels * 8 * Sizes<F>::kScaleBytes;
-  static constexpr int kScaleStageBytes = kTilePanels * 8 * Sizes<F>::kLaneBytes;
+  static constexpr int kScaleBytes = kTilePanels * 8 * kRowBytes;
+  static constexpr int kScaleStageBytes = kTilePanels * 8 * kLaneBytes;
   static constexpr int kResultRowBytes = kSizes.result_row_bytes;
   // Where they begin.
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
@@ -70,7 +73,7 @@ struct WgmmaConsumer {
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
   static constexpr int kGroups = F::kGroups;               // scales of a row in a unit; nvfp4: of this lane's columns
   // Panels whose scales are in registers: of formats with scales in each unit those in work.
-  static constexpr bool kEachUnit = kGroups == 2 && !Size::kRuntime;
+  static constexpr bool kEachUnit = F::kTwoLevels || (kGroups == 2 && !Size::kRuntime);
   static constexpr int kHeld = kEachUnit ? 2 : kPanels;
   // With 8 bits, one panel's 64 columns are dequantized and multiplied at a time, instead of two panels' 32. The layout
   // has no smaller pieces.
@@ -102,7 +105,9 @@ struct WgmmaConsumer {
 #pragma unroll
     for (int b = 0; b < kHeld; ++b) {
       const int from = (panel + b) * 32;  // rows of scales in between
-      if constexpr (Size::kScaleBytes == 8) {
+      if constexpr (F::kTwoLevels) {
+        raw.words[b][0] = F::template own_level<T>(load16(at + from * kTwoLevelBytes), lane % 4);
+      } else if constexpr (Size::kScaleBytes == 8) {
         const uint2 v = load8(at + from * 8);
         raw.words[b][0] = v.x, raw.words[b][1] = v.y;
       } else {
@@ -127,7 +132,8 @@ struct WgmmaConsumer {
 #pragma unroll
           for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw.words[b], half, row);
     };
-    if constexpr (F::kScaleFactors) {
+    if constexpr (F::kTwoLevels) {  // dequantize asks the lanes that have them
+    } else if constexpr (F::kScaleFactors) {
       each(
           [&](const uint32_t* words, int half, int row) { return F::template half_factor<T>(words, half, row, lane); });
     } else {
@@ -179,29 +185,39 @@ struct WgmmaConsumer {
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
     // twice in a word.
     uint32_t q[2][4], scale[kHeld][kGroups][2];
+    [[maybe_unused]] uint2 high[2];  // bits of codes of 5 and 6
     uint32_t zeros[kHeld];
     // A operands as products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
     constexpr bool kAhead =
         !Shape::kSmall && kPanels == 2;  // scales are loaded with the codes; others lack the registers
     uint32_t a[kBuffers][2][2][4];
+    Scales raw;
     // Half of the columns of two panels, or all of one.
     auto dequantize = [&](int panel, int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         if constexpr (kByPanel) half = b;
         const int from = (kByPanel ? panel : panel + b) % kHeld;
-        const uint32_t(&factor)[2] = scale[from][kGroups == 2 ? half : 0];
-        uint32_t low = 0, high = 0;
-        if constexpr (Size::kZeroBytes > 0) {
-          low = zero_point<T, true>(zeros[from], byte_pair(2 * half));
-          high = zero_point<T, true>(zeros[from], byte_pair(2 * half + 1));
-        }
+        if constexpr (F::kTwoLevels) {
+          uint32_t scales[2], rest[2] = {};
+          F::factors(raw.words[from][0], F::kMinima ? half : 2 * half + lane / 2 % 2, scales, rest);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          uint32_t(&to)[4] = a[b][step];
-          const int s = 2 * half + step;
-          F::template dequant_scaled<T>(kByPanel ? q[0][s] : q[b][s], q[1][s], factor, low, high, to);
+          for (int step = 0; step < 2; ++step)
+            F::template dequant_levels<T>(q[b][2 * half + step], high[b], 2 * half + step, scales, rest, a[b][step]);
+        } else {
+          const uint32_t(&factor)[2] = scale[from][kGroups == 2 ? half : 0];
+          uint32_t low = 0, high = 0;
+          if constexpr (Size::kZeroBytes > 0) {
+            low = zero_point<T, true>(zeros[from], byte_pair(2 * half));
+            high = zero_point<T, true>(zeros[from], byte_pair(2 * half + 1));
+          }
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+            uint32_t(&to)[4] = a[b][step];
+            const int s = 2 * half + step;
+            F::template dequant_scaled<T>(kByPanel ? q[0][s] : q[b][s], q[1][s], factor, low, high, to);
+          }
         }
       }
     };
@@ -220,10 +236,12 @@ struct WgmmaConsumer {
         for (int b = 0; b < 2; ++b) {
           const uint4 v = load16(at + b * 4 * kUnitBytes);
           q[b][0] = v.x, q[b][1] = v.y, q[b][2] = v.z, q[b][3] = v.w;
+          const uint32_t high_from = at + b * 4 * kUnitBytes + 512 - lane * (16 - Size::kHighBytes);
+          if constexpr (Size::kHighBytes == 4) high[b].x = load4(high_from);
+          if constexpr (Size::kHighBytes == 8) high[b] = load8(high_from);
         }
       }
     };
-    Scales raw;
     bool starts = true;  // the next unit a block of scales
     auto load_first = [&](int stage) {
       load(stage, 0);
@@ -514,14 +532,20 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, product, kTokens>:
             copy_async16(stage_to + i * 2048, reinterpret_cast<const void*>(from[i]), true);
         tokens += 2 * kUnit;
         const int block = k >> weights.block_shift;
-        if (k == work.k_begin || k == block << weights.block_shift) {
+        if (F::kTwoLevels || k == work.k_begin || k == block << weights.block_shift) {
           const uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleStageBytes;
 #pragma unroll
           for (int i = 0; i < Shape::kTilePanels / 16; ++i) {
             const int local = first_row + 16 * i, panel = min(work.panel + local, weights.panels - 1);
             const int64_t at = static_cast<int64_t>(panel) * weights.blocks + block;
+            const uint32_t scale_to = scales_to + (local * 8 + chunk) * Shape::kRowBytes;
+            if constexpr (F::kTwoLevels) {
+              const uint8_t* factors = expert + weights.scales_at + at * F::kBlockBytes;
+              copy_async_small<F::kFactorBytes>(scale_to, factors + chunk * F::kFactorBytes);
+              copy_async_small<8>(scale_to + 8, factors + 8 * F::kFactorBytes + k % 4 * F::kUnitLevels + chunk * 8);
+              continue;
+            }
             const uint8_t* scales = expert + weights.scales_at + (at * 8 + chunk) * scale_bytes;
-            const uint32_t scale_to = scales_to + (local * 8 + chunk) * Size::kScaleBytes;
             if (scale_bytes == 4) {
               copy_async_small<4>(scale_to, scales);
             } else {
@@ -551,7 +575,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, product, kTokens>:
     const int panel = consumer.group * (Shape::kTilePanels / 2) + warp;
     consumer.codes_at = consumer.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::lane_at(lane) +
                         (consumer.kByPanel ? lane % 2 * 8 : 0);
-    consumer.scales_at = consumer.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Size::kScaleBytes;
+    consumer.scales_at = consumer.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Shape::kRowBytes;
     consumer.zeros_at = consumer.tokens_at + Shape::kScalesAt + Shape::kScaleBytes + (panel * 8 + lane / 4) * 4;
     consumer.lane = lane;
     consumer.results = shared + Shape::kResultsAt;

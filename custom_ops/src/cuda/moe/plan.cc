@@ -13,7 +13,7 @@ namespace {
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
 bool addresses(int64_t rows, int64_t columns) { return rows * ceil_div(columns, 64) <= UINT32_MAX / 8; }
 // Whether that reads the weights.
-bool on_wgmma(const qm_projection& w) { return kind_of(w) != WeightKind::kFloat && !two_levels(kind_of(w)); }
+bool on_wgmma(const qm_projection& w) { return kind_of(w) != WeightKind::kFloat; }
 int32_t to_int(int64_t value) { return static_cast<int32_t>(value); }
 
 // Hands out parts of the workspace.
@@ -337,8 +337,7 @@ int plan_linear(const void* node, const qm_cuda_call& call, const qm_cuda_device
   const bool floats = kind_of(linear.w) == WeightKind::kFloat;
   const bool decode =
       rows <= kDecodeTokens && (floats ? choose_linear_decode(weights).shared_bytes > 0 : decode_fits(weights));
-  const bool dense =
-      !decode && device.sm == 90 && (!packs(device.sm, linear.w) || rows > 64) && !two_levels(kind_of(linear.w));
+  const bool dense = !decode && device.sm == 90 && (!packs(device.sm, linear.w) || rows > 64);
   plan->path = decode ? kPathDecode : dense ? kPathDense : kPathStream;
   const PlanStep product = choose_linear(weights, plan->path, rows);
   if (plan->path == kPathStream) plan->max_tiles = to_int(ceil_div(rows, 8 * product.n_tiles));

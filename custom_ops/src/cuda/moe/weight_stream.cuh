@@ -36,7 +36,7 @@ struct Stream {
   static constexpr int kTokenUnit = F::kPacked ? F::kPackedUnitBytes / 2 : kUnit;  // of T: values, or what is packed
   static constexpr bool kCodes = F::kPacked && F::kBits == 8;
   static constexpr bool kScaledWeights = F::template kScaledWeights<T>;
-  static constexpr int kHighBytes = Size::kBits == 5 || Size::kBits == 6 ? 4 * Size::kBits - 16 : 0;  // of a lane
+  static constexpr int kHighBytes = Size::kHighBytes;
 
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
