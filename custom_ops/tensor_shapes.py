@@ -15,6 +15,7 @@ def output_shapes(
     operator: Operator,
     attributes: Mapping[str, Any],
     inputs: Sequence[Sequence[Any] | None],
+    *,
     largest: Callable[[Any, Any], Any] = max,
     smallest: Callable[[Any, Any], Any] = min,
     host_sizes: Mapping[str, Any] = MappingProxyType({}),

@@ -188,7 +188,9 @@ def define(operator: Operator, run: Run) -> None:
         tensors, attributes = split(values)
         given = [None if tensor is None else tensor.shape for tensor in tensors]
         numbers = {name: tensors[at].item() for name, at in host_sizes.items() if at < len(tensors)}
-        shapes = output_shapes(operator, attributes, given, torch.sym_max, torch.sym_min, numbers)
+        shapes = output_shapes(
+            operator, attributes, given, largest=torch.sym_max, smallest=torch.sym_min, host_sizes=numbers
+        )
         types = output_types(operator, tensors)
         made = [tensors[0].new_empty(shape, dtype=type_) for shape, type_ in zip(shapes, types, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)

@@ -123,9 +123,11 @@ def set_state_type(model: ir.Model) -> None:
         if match and match[2] == "recurrent_state":
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in model.graph:
-        if node.op_type == "CausalConv" and node.inputs[0].dtype == ir.DataType.FLOAT:
-            for state in (node.inputs[3], node.outputs[1]):
-                state.type = ir.TensorType(ir.DataType.FLOAT)
+        if node.op_type != "CausalConv":
+            continue
+        x, state = node.inputs[0], node.inputs[3]
+        if x is not None and state is not None and x.dtype == ir.DataType.FLOAT:
+            state.type = node.outputs[1].type = ir.TensorType(ir.DataType.FLOAT)
 
 
 def set_logits_type(model: ir.Model) -> None:
