@@ -123,8 +123,9 @@ def set_state_type(model: ir.Model) -> None:
         if match and match[2] == "recurrent_state":
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in model.graph:
-        if node.op_type == "CausalConv" and node.inputs[0].dtype == ir.DataType.FLOAT:
+        if node.op_type == "CausalConv" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT:
             for state in (node.inputs[3], node.outputs[1]):
+                assert state is not None
                 state.type = ir.TensorType(ir.DataType.FLOAT)
 
 
