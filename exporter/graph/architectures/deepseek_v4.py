@@ -1,6 +1,6 @@
 """DeepSeek-V4: attention to a window of tokens, and to compressed keys of all earlier ones.
 
-On the CPU deepseek_v4_nodes.py has its nodes. In standard nodes a cache keeps the key of each token, which is also its
+deepseek_v4_nodes.py has its nodes. In standard nodes a cache keeps the key of each token, which is also its
 value. Behind it lies what compressed keys are made of. A window of tokens has one compressed key. Standard nodes make
 them anew in each step.
 """

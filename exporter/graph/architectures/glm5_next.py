@@ -1,6 +1,6 @@
 """GLM-5-Next: latent attention to the best pools of tokens, delta attention, and streams of residuals.
 
-On the CPU an indexer is a SparseIndexer of blocks. In standard nodes its keys are kept as in indexed.py. Behind each
+An indexer is a SparseIndexer of blocks. In standard nodes its keys are kept as in indexed.py. Behind each
 key lies what says its part in the key of its pool.
 """
 

@@ -107,7 +107,7 @@ struct WholeRowLayout {
 template <bool kLists>
 struct LatentTile {
   static constexpr int kKeys = kLatentKeys, kTiles = kKeys / 64, kRowsAtOnce = kLatentThreads / 8;
-  static constexpr bool kAppends = true;                // blocks behind those of tiles store new keys
+  static constexpr bool kAppends = true;                // blocks behind the tiles store new keys
   int pair, b, kv, split, first_row, rows, begin, end;  // rows: of all tiles; end: begin of a block without a part
   int old;                                              // slots that are in a cache
   const uint4 *keys, *values;                           // of the pair, in that cache

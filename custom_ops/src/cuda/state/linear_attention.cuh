@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_step(const __grid_co
   }
 }
 
-// Wider convolutions, and those of float32: two channels a thread, of whose weights and state nothing stays in
+// Wider convolutions, and all of float32: two channels a thread, of whose weights and state nothing stays in
 // registers. The state is causal_conv_keep's, which comes after.
 template <typename T>
 struct WideConv {
