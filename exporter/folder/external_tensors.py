@@ -17,7 +17,7 @@ WITH_GRAPHS = ("If", "Loop", "Scan", "SequenceMap")
 DIMS, DATA_TYPE, NAME, EXTERNAL_DATA = 1, 2, 8, 13
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ExternalTensor:
     """An initializer.
 
@@ -83,5 +83,10 @@ def _tensor(data: bytes, begin: int, end: int) -> ExternalTensor | None:
     if not all(places.get(key, "").isdecimal() for key in ("offset", "length")):
         return None
     return ExternalTensor(
-        name, data_type, tuple(shape), places["location"], int(places["offset"]), int(places["length"])
+        name=name,
+        data_type=data_type,
+        shape=tuple(shape),
+        file=places["location"],
+        offset=int(places["offset"]),
+        length=int(places["length"]),
     )
