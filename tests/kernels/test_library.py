@@ -15,7 +15,7 @@ def test_only_the_c_abi_is_exported() -> None:
     listing = subprocess.check_output(["nm", "-D", "--defined-only", native.library()._name], text=True)
     include = Path(__file__).parents[2] / "custom_ops/include/quantmoe"
     declared = set(re.findall(r"QM_API [\w *]*?\b(qm_\w+)\(", (include / "quant_moe.h").read_text(encoding="utf-8")))
-    assert len(declared) > 15
+    assert len(declared) > 10
     pure = r"QM_API [\w *]*?\b(qm_cuda_(?:plan|validate)_\w+|qm_cuda_(?!choice_)\w+_bytes)\("
     declared |= set(re.findall(pure, (include / "quant_moe_cuda.h").read_text(encoding="utf-8")))
     assert {line.split()[-1] for line in listing.splitlines()} == declared | {"qm_slice_bytes"}

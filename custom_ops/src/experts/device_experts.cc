@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "core/numbers.h"
+#include "core/parallel.h"
 #include "core/tensors.h"
 #include "cuda/common/layout.h"
 #include "experts/per_session.h"
@@ -176,8 +177,8 @@ DeviceExperts::DeviceExperts(const ExpertSettings& settings)
     : settings_(settings), where_(settings.experts), host_shares_(settings.host_shares()) {
   // One CPU is left for the program's own thread, which waits for the device.
   if (std::ranges::any_of(host_shares_, [](int32_t share) { return share > 0; }))
-    host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
-                                                                 : std::max(1, qm_cpus(0, "") - 1));
+    host_ =
+        std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads) : std::max(1, cpus() - 1));
   if (settings.experts == "disk") read_from_file();
   if (settings.warm == "" || ram_) return;
   ExpertSettings of;
