@@ -79,7 +79,7 @@ QM_API int qm_infer_shapes(const char* op, const void* node, const qm_shape* inp
                            char* err);
 
 // Runs task(arg, 0..count-1) in any order, on any threads. Returns when all are done. NULL in its place starts threads
-// for the call, one less than its lanes. If the system refuses a thread, the calling thread does its work.
+// for the call, at most lanes - 1. If the system refuses a thread, the calling thread does its work.
 typedef void (*qm_task)(void* arg, size_t index);
 typedef void (*qm_parallel_for)(void* context, qm_task task, void* arg, size_t count);
 
