@@ -28,6 +28,7 @@ class Description(ctypes.Structure):
         *((name, ctypes.c_char_p) for name in ("version", "compiler", "kernel")),
         ("kernels", ctypes.c_char_p * 8),
         ("usable", ctypes.c_int32 * 8),
+        ("cpus", ctypes.c_int32),
     ]
     #: why no kernel is selected; "": one is
     refusal = ""

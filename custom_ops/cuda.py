@@ -40,7 +40,10 @@ _PLAN_WORDS = 264
 class NodePlan(ctypes.Structure):
     """qm_cuda_node_plan."""
 
-    _fields_ = [("workspace_bytes", ctypes.c_uint64), ("chosen", _I32 * _PLAN_WORDS)]
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("workspace_bytes", "slot_bytes", "state_bytes")),
+        ("chosen", _I32 * _PLAN_WORDS),
+    ]
 
 
 class NodeCall(ctypes.Structure):
@@ -63,7 +66,6 @@ def library() -> ctypes.CDLL:
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", native_name("quantmoe_cuda"), "QUANTMOE_CUDA_LIBRARY"))
     check_structs(lib)
-    lib.qm_cuda_box_bytes.restype = ctypes.c_size_t
     return lib
 
 

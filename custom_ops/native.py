@@ -98,7 +98,7 @@ def library() -> ctypes.CDLL:
 
 def cpus() -> int:
     """Return how many CPUs this process may use, by its affinity and the CPU quota of its control groups."""
-    return library().qm_cpus(0, b"")
+    return Description.of(library()).cpus
 
 
 def share_threads(parts: int) -> None:
@@ -231,8 +231,8 @@ def _linear(spec: MoESpec) -> LinearSpec:
     return LinearSpec(in_features=spec.intermediate_size, out_features=spec.hidden_size, w=spec.w2)
 
 
-def _pool() -> tuple[int, Any, None]:
-    return pack_threads(), library().qm_parallel_threads, None
+def _pool() -> tuple[int, None, None]:
+    return pack_threads(), None, None
 
 
 def _address(spec: MoESpec, projection: str, row: np.ndarray) -> ctypes.c_void_p:

@@ -162,7 +162,7 @@ class DecodeStep:
         if model.takes_hidden:
             arrays[HIDDEN] = model.hidden_array(tokens)
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
-        #: of what the GPU writes, the places by their names in qm_cuda_choice_tensors
+        #: of what the GPU writes, the places by their names in qm_cuda_choice
         self._names = {"ids": "input_ids", "positions": "position_ids", "mask": "attention_mask"}
         self.places = {name: self._inputs[of].address() for name, of in self._names.items()}
         #: tokens of each row before the run whose inputs the GPU has written, and the mask's column; None: the host has

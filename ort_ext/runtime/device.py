@@ -38,11 +38,10 @@ def library() -> Any:
         ModelError: it is of another release than this package.
     """
     found = ctypes.CDLL(cuda_library_path())
-    if not hasattr(found, "qm_cuda_choice_bytes"):
+    if not hasattr(found, "qm_cuda_launch_choice"):
         raise ModelError(
             f"{cuda_library_path()}: of another release than this package: make cuda, or install quantmoe-cuda"
         )
-    found.qm_cuda_choice_bytes.restype = _SIZE
     return found
 
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/slots.h"
+#include "cuda/ranks/peers.h"
 #include "experts/device_experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 #include "ranks/trap.h"
@@ -95,7 +96,9 @@ cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = device.multiprocessors, cudaSuccess;
 }
-int qm_cuda_clear_box(int32_t, void*, void*, char*) { return QM_OK; }
+int qm_cuda_allocate_box(int32_t world, void** box, char*) {
+  return *box = std::calloc(1, quantmoe::box_bytes(world)), *box ? QM_OK : QM_INVALID;
+}
 
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }

@@ -52,7 +52,7 @@ class Call:
         kind = next(code for code, dtype in DTYPES.values() if dtype == self.logits.dtype)
         vocabulary, longest = self.logits.shape[-1], len(self.text) + 1
         past = self.past or [len(self.text)] * batch
-        problem = device_sampling.Problem(
+        launch = device_sampling.Launch(
             kind, batch, vocabulary, how.top_k, how.no_repeat_ngram_size,
             how.temperature, how.top_p, how.min_p,
             how.repetition_penalty, how.presence_penalty, how.frequency_penalty,
@@ -63,7 +63,8 @@ class Call:
             "uniform": torch.tensor(self.numbers, dtype=torch.float64),
             "past": torch.tensor(past, dtype=torch.int32),
             "chosen": torch.full((batch,), -9, dtype=torch.int32),
-            "workspace": torch.full((LIBRARY.qm_cuda_choice_bytes(ctypes.byref(problem)),), 77, dtype=torch.uint8),
+            "workspace": torch.full((batch, device_sampling.WORKSPACE), 77, dtype=torch.uint8),
+            "scores": torch.full((batch, vocabulary), float("nan")),
         }
         if how.logit_bias:
             held["bias"] = torch.zeros(vocabulary, dtype=torch.float64)
@@ -84,9 +85,10 @@ class Call:
             if self.before >= 0:
                 held["mask"][:, self.before] = 1
         self.held = {name: tensor.cuda().contiguous() for name, tensor in held.items()}
-        tensors = device_sampling.Tensors(**{name: tensor.data_ptr() for name, tensor in self.held.items()})
+        for name, tensor in self.held.items():
+            setattr(launch, name, tensor.data_ptr())
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        checked(LIBRARY.qm_cuda_launch_choice, ctypes.byref(problem), ctypes.byref(tensors), stream)
+        checked(LIBRARY.qm_cuda_launch_choice, ctypes.byref(launch), stream)
         return self.held["chosen"].tolist()
 
 

@@ -87,8 +87,7 @@ class SharedMoE(cuda.CachedMoE):
         for expert, *packed in zip(experts, *rows, strict=True):
             layout.pack(expert, spec, *packed)
         self.share, self.moe, self.shared = share, native.NativeMoE(spec, *rows), True
-        sizes = {"request": 32, "x": 8 * case.hidden, "weights": 128, "ids": 128, "y": 8 * case.hidden}
-        self.host = {name: torch.zeros(size, dtype=torch.int32).pin_memory() for name, size in sizes.items()}
+        self.host = torch.zeros(cuda.host_words(case.hidden), dtype=torch.int32).pin_memory()
         self.asked: list[np.ndarray] = []
         self.stopping = False
         self.thread = threading.Thread(target=self.serve, daemon=True)
@@ -102,13 +101,11 @@ class SharedMoE(cuda.CachedMoE):
         return p, plan
 
     def place(self, experts: cuda.Experts) -> None:
-        for name, memory in self.host.items():
-            setattr(experts, f"host_{name}", memory.data_ptr())
+        experts.host = self.host.data_ptr()
 
     def serve(self) -> None:
-        x, weights, ids, y = (self.host[name].numpy() for name in ("x", "weights", "ids", "y"))
-        x, weights, y = (words.view(np.float32) for words in (x, weights, y))
-        request = self.host["request"].numpy()
+        arrays = cuda.host_arrays(self.host.numpy(), self.moe.spec.hidden_size)
+        request, ids, weights, x, y = (arrays[name] for name in ("request", "ids", "weights", "x", "y"))
         asked, answered, last = request[:2].view(np.uint64), request[16:18].view(np.uint64), 0
         while not self.stopping:
             if (number := int(asked[0])) == last:

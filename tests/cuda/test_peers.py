@@ -24,10 +24,10 @@ NORM = NormSpec(norm_epsilon=1e-5)
 Norms = list[tuple[np.ndarray, ...]]
 
 
-def group(world: int) -> tuple[list[cuda.Peers], list[torch.Tensor]]:
+def group(world: int) -> tuple[list[cuda.Peers], list[cuda.Box]]:
     """Ranks of a group, and the boxes that live as long as they do."""
-    boxes = [cuda.new_box(world) for _ in range(world)]
-    addresses = (cuda._PTR * cuda.PEERS)(*(box.data_ptr() for box in boxes))
+    boxes = [cuda.Box(world) for _ in range(world)]
+    addresses = (cuda._PTR * cuda.PEERS)(*(box.address for box in boxes))
     return [cuda.Peers(rank, world, BLOCKS, addresses) for rank in range(world)], boxes
 
 

@@ -170,14 +170,11 @@ def test_bits_are_copied_before_each_choice(text: Text, monkeypatch: pytest.Monk
     token = text.ids("yes")[0]
 
     class Library:
-        def qm_cuda_choice_bytes(self, problem: Any) -> int:
-            return 16
-
-        def qm_cuda_launch_choice(self, problem: Any, tensors: Any, stream: Any, error: Any) -> int:
+        def qm_cuda_launch_choice(self, choice: Any, stream: Any, error: Any) -> int:
             words = -(-vocabulary // 32)
-            given = (ctypes.c_uint32 * (2 * words)).from_address(tensors._obj.allowed)
+            given = (ctypes.c_uint32 * (2 * words)).from_address(choice._obj.allowed)
             launched.append(np.frombuffer(given, np.uint32).reshape(2, words).copy())
-            (ctypes.c_int32 * 2).from_address(tensors._obj.chosen)[:] = [9, token]
+            (ctypes.c_int32 * 2).from_address(choice._obj.chosen)[:] = [9, token]
             return 0
 
     without_a_gpu(monkeypatch, Library)
@@ -203,15 +200,12 @@ def test_a_row_of_a_choice_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
     launched: list[dict[str, Any]] = []
 
     class Library:
-        def qm_cuda_choice_bytes(self, problem: Any) -> int:
-            return 16
-
-        def qm_cuda_launch_choice(self, problem: Any, tensors: Any, stream: Any, error: Any) -> int:
+        def qm_cuda_launch_choice(self, choice: Any, stream: Any, error: Any) -> int:
             sizes = {"counts": 40, "history": 8, "past": 1}
-            found: dict[str, Any] = {"batch": problem._obj.batch}
+            found: dict[str, Any] = {"batch": choice._obj.batch}
             for name, size in sizes.items():
-                found[name] = list((ctypes.c_int32 * size).from_address(getattr(tensors._obj, name)))
-            launched.append(found | {"uniform": ctypes.c_double.from_address(tensors._obj.uniform).value})
+                found[name] = list((ctypes.c_int32 * size).from_address(getattr(choice._obj, name)))
+            launched.append(found | {"uniform": ctypes.c_double.from_address(choice._obj.uniform).value})
             return 0
 
     without_a_gpu(monkeypatch, Library)

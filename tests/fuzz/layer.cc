@@ -46,21 +46,21 @@ struct SourceMatrix {
     return (codes[row * k + j] - (1 << (bits - 1))) * value_at(scale_type, scales.data(), row * groups + j / group);
   }
   void pack(const qm_projection& p, void* to, int step) const {
-    const qm_pack_source source{.format = p.format,
-                                .group_size = p.group_size,
-                                .scale_type = p.scale_type,
-                                .n = n,
-                                .k = k,
-                                .codes = codes.data(),
-                                .scales = scales.data(),
-                                .zero_points = nullptr,
-                                .block_n = 1,
-                                .global_scale = 1.0f,
-                                .bias = bias.empty() ? nullptr : bias.data(),
-                                .row_order = nullptr,
-                                .panel_step = step};
+    const PanelSource source{.format = p.format,
+                             .group_size = p.group_size,
+                             .scale_type = p.scale_type,
+                             .n = n,
+                             .k = k,
+                             .codes = codes.data(),
+                             .scales = scales.data(),
+                             .zero_points = nullptr,
+                             .block_n = 1,
+                             .global_scale = 1.0f,
+                             .bias = bias.empty() ? nullptr : bias.data(),
+                             .row_order = nullptr,
+                             .panel_step = step};
     char err[QM_ERROR_SIZE];
-    CHECK(qm_pack_panels(&source, to, 1, nullptr, nullptr, err) == QM_OK, "%s", err);
+    CHECK(pack_panels(source, to, err) == QM_OK, "%s", err);
   }
 };
 
@@ -374,7 +374,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
                               {w13, 0, packed_shapes[0]},
                               {w2, 0, packed_shapes[1]}};
   const qm_tensor made{output, type, {2, {tokens, moe.hidden_size}}};
-  qm_call call{inputs, &made, nullptr, 1, nullptr, nullptr, nullptr};
+  qm_call call{inputs, &made, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   const Outcome first = every_kernel(data, "QuantMoE", &moe, call, output, elements, workspace_place, at_end, [&] {
     const int status = qm_run("QuantMoE", &moe, &call, err);
     CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s", status ? err : "no refusal");

@@ -82,7 +82,7 @@ void linear(FuzzedDataProvider& data, bool wild) {
   random_bytes(rng, w, row);
   qm_tensor inputs[] = {{x, type, {2, {rows, linear.in_features}}}, {w, 0, packed}};
   qm_tensor output{y, type, {2, {rows, linear.out_features}}};
-  qm_call call{inputs, &output, nullptr, 1, nullptr, nullptr, nullptr};
+  qm_call call{inputs, &output, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   const auto run = [&] { return qm_run("QuantLinear", &linear, &call, err); };
   const Outcome first = every_kernel(data, "QuantLinear", &linear, call, y, made, workspace_place, at_end, run);
   if (first.status || !rows) return;
@@ -137,7 +137,8 @@ void routing(FuzzedDataProvider& data, bool wild) {
     random_bytes(rng, bias, r.num_experts * 4);
   qm_tensor inputs[] = {{values, type, {2, {tokens, columns}}}, {bias, QM_F32, {1, {r.num_experts}}}};
   qm_tensor outputs[] = {{ids, 0, {2, {tokens, slots}}}, {weights, QM_F32, {2, {tokens, slots}}}};
-  qm_call call{inputs, outputs, nullptr, data.ConsumeIntegralInRange(1, 3), one_after_another, nullptr, nullptr};
+  qm_call call{inputs,  outputs, nullptr, data.ConsumeIntegralInRange(1, 3), one_after_another,
+               nullptr, nullptr, nullptr};
   call.workspace = workspace_place.place(qm_workspace("MoERouting", &r, &call), at_end);
   CHECK(qm_run("MoERouting", &r, &call, err) == QM_OK, "%s", err);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -292,7 +293,7 @@ void attention(FuzzedDataProvider& data, bool wild) {
   arrays.past_slots = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 3) ? 40 : 300);
   arrays.slots = arrays.past_slots + (data.ConsumeBool() ? 0 : data.ConsumeIntegralInRange(0, 40));
   arrays.place(data, a, at_end);
-  qm_call call{arrays.inputs, arrays.outputs, nullptr, 1, nullptr, nullptr, nullptr};
+  qm_call call{arrays.inputs, arrays.outputs, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   const int64_t width = int64_t{a.num_heads} * output_size(a), element = arrays.type == QM_F32 ? 4 : 2;
   void* const output = arrays.outputs[CachedAttention_output].data;
   const auto run = [&] { return qm_run("CachedAttention", &a, &call, err); };
@@ -381,7 +382,7 @@ void stateful(FuzzedDataProvider& data, const char* op, const void* node, int64_
   qm_tensor &past = inputs[inputs.size() - 2], &y = outputs[0], &present = outputs[1];
   const int64_t bytes = elements(present) * (present.type == QM_F32 ? 4 : 2);
   std::memset(past.data, 0, static_cast<size_t>(bytes / window * (window - 1)));  // as those slots are apart
-  qm_call call{inputs.data(), outputs.data(), nullptr, 1, nullptr, nullptr, nullptr};
+  qm_call call{inputs.data(), outputs.data(), nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   const auto run = [&] { return qm_run(op, node, &call, err); };
   const Outcome first = every_kernel(data, op, node, call, y.data, elements(y), workspace_place, at_end, run);
   if (first.status) return check_reason(err);
@@ -530,7 +531,7 @@ void indexing(FuzzedDataProvider& data, bool wild) {
   auto* const lists = static_cast<int32_t*>(arrays.take(QM_F32, batch * tokens * groups * size));
   qm_tensor outputs[] = {{lists, 0, {4, {batch, tokens, groups, size}}},
                          {arrays.take(cache, batch * slots * features), cache, {4, {batch, 1, slots, features}}}};
-  qm_call call{inputs, outputs, nullptr, 1, nullptr, nullptr, nullptr};
+  qm_call call{inputs, outputs, nullptr, 1, nullptr, nullptr, nullptr, nullptr};
   const auto run = [&] { return qm_run("SparseIndexer", &node, &call, err); };
   const int64_t of_lists = batch * tokens * groups * size * (type == QM_F32 ? 1 : 2);  // compared as the input's type
   const Outcome first = every_kernel(data, "SparseIndexer", &node, call, lists, of_lists, workspace_place, at_end, run);

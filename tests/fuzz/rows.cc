@@ -3,7 +3,7 @@
 // seed. Checked:
 //   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page
 //   - a refusal has a reason, and packing refuses what the size of a row does
-//   - unpack(pack(x)) is x, also as qm_row_of, qm_pack_panels and the validation of a node see the same attributes
+//   - unpack(pack(x)) is x, also as qm_row_of and the validation of a node see the same attributes
 //   - any bytes unpack, or are refused for the order of their columns
 #include <array>
 #include <memory>

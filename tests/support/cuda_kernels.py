@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from quantmoe.custom_ops import native, nodes
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
@@ -68,6 +70,8 @@ class PlanStep(ctypes.Structure):
 
 
 class _OwnPlan(ctypes.Structure):
+    _fields_ = [(n, _U64) for n in ("workspace_bytes", "slot_bytes", "state_bytes")]
+
     @classmethod
     def new(cls) -> Self:
         """Return it in the memory of a qm_cuda_node_plan."""
@@ -78,7 +82,6 @@ class Plan(_OwnPlan):
     """A qm_cuda_node_plan with a LayerPlan."""
 
     _fields_ = [
-        ("workspace_bytes", _U64),
         ("path", _I32),
         ("step_count", _I32),
         ("all_steps", PlanStep * 10),
@@ -108,7 +111,6 @@ class AttentionPlan(_OwnPlan):
     """A qm_cuda_node_plan with an AttentionPlan of src/cuda/attention/attention_call.h."""
 
     _fields_ = [
-        ("workspace_bytes", _U64),
         *((n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma", "few_tokens", "many_rows", "ring")),
         *((n, _U64) for n in ("queries", "sums", "partial", "entries")),
     ]
@@ -119,9 +121,20 @@ class Experts(ctypes.Structure):
 
     _fields_ = [
         *((n, _I32) for n in ("slots", "staging", "host_share", "host_layer")),
-        *((n, _PTR) for n in ("slot_memory", "staging_memory", "cache_state", "rows")),
-        *((f"host_{n}", _PTR) for n in ("request", "x", "weights", "ids", "y")),
+        *((n, _PTR) for n in ("slot_memory", "staging_memory", "cache_state", "rows", "host")),
     ]
+
+
+def host_words(hidden_size: int) -> int:
+    """Return the 32-bit words of a qm_cuda_host, and of x and y after it."""
+    return 288 + 16 * hidden_size
+
+
+def host_arrays(words: np.ndarray, hidden_size: int) -> dict[str, np.ndarray]:
+    """Return the arrays in it: the request, weights, ids, x, y. words: int32 [host_words]."""
+    request, weights, ids, x, y = np.split(words, [32, 160, 288, 288 + 8 * hidden_size])
+    floats = {name: array.view(np.float32) for name, array in {"weights": weights, "x": x, "y": y}.items()}
+    return {"request": request, "ids": ids} | floats
 
 
 class Launched(ctypes.Structure):
@@ -374,7 +387,7 @@ class CudaMoE:
         launch(p, chosen, given, [output.data_ptr()], workspace.data_ptr(), _stream(), experts)
 
     def place(self, experts: Experts) -> None:
-        """Add what a launch takes of a host that multiplies, qm_cuda_host."""
+        """Add where the host that multiplies is asked."""
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
@@ -403,12 +416,12 @@ class CachedMoE(CudaMoE):
 
         super().__init__(spec, w13, w2)
         self.slots, self.staging = slots, staging
-        sizes = ctypes.c_size_t(), ctypes.c_size_t()
-        moe, given = ctypes.byref(node(native.library(), spec)), (_I64(len(w13)), slots)
-        checked(library().qm_cuda_cache_bytes, moe, *given, *map(ctypes.byref, sizes))
-        self.slot_bytes = sizes[0].value
+        problem_of_one = problem(spec, "bf16", 1, 1, len(w13))
+        problem_of_one.slots, problem_of_one.staging = slots, staging
+        planned = plan(problem_of_one, self.device)
+        self.slot_bytes = planned.slot_bytes
         memory = [torch.full((n, self.slot_bytes), 0xFF, dtype=torch.uint8, device="cuda") for n in (slots, staging)]
-        state = torch.zeros(sizes[1].value, dtype=torch.uint8, device="cuda")
+        state = torch.zeros(planned.state_bytes, dtype=torch.uint8, device="cuda")
         self.cache = (*memory, state)
 
     def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
@@ -419,7 +432,7 @@ class CachedMoE(CudaMoE):
 
     @property
     def counts(self) -> dict[str, int]:
-        """qm_cuda_cache_counts."""
+        """CacheCounts of src/cuda/common/experts_memory.h."""
         counts = self.cache[2][:40].cpu().numpy().view("<u8")
         return dict(zip(("hits", "misses", "staged", "not_copied", "computed"), map(int, counts), strict=True))
 
@@ -604,15 +617,17 @@ def run_node(
     return tuple(outputs)
 
 
-def new_box(world: int) -> torch.Tensor:
-    """Return what a rank of ``world`` has in its memory for sums, on the current CUDA device, ready when this
-    returns."""
-    import torch
+class Box:
+    """What a rank of ``world`` has in its memory for sums, on the current CUDA device."""
 
-    box = torch.empty(library().qm_cuda_box_bytes(world), dtype=torch.uint8, device="cuda")
-    checked(library().qm_cuda_clear_box, world, _PTR(box.data_ptr()), _PTR(torch.cuda.current_stream().cuda_stream))
-    torch.cuda.synchronize()
-    return box
+    def __init__(self, world: int) -> None:
+        box = _PTR()
+        checked(library().qm_cuda_allocate_box, world, ctypes.byref(box))
+        self.address = box.value
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            checked(library().qm_cuda_free, _PTR(self.address))
 
 
 def launch_sum(peers: Peers, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -34,7 +34,8 @@ class _Call(ctypes.Structure):
         ("lanes", ctypes.c_int),
         ("parallel_for", ctypes.c_void_p),
         ("parallel_context", ctypes.c_void_p),
-        ("experts", ctypes.c_void_p),
+        ("read_experts", ctypes.c_void_p),
+        ("experts_context", ctypes.c_void_p),
     ]
 
 
@@ -66,7 +67,7 @@ def _run(
 ) -> None:
     """Run an operator with a workspace of ``buffer``; all arrays have op.def's types and shapes, None: left out."""
     own, lib = (spec.OP.encode(), ctypes.byref(node(library(), spec))), library()
-    call = _Call(_tensors(given), _tensors(made), None, *_threads(lanes))
+    call = _Call(_tensors(given), _tensors(made), None, lanes)
     workspace = buffer(lib.qm_workspace(*own, ctypes.byref(call)))
     call.workspace = workspace.ctypes.data
     checked(lib.qm_run, *own, ctypes.byref(call))
@@ -254,13 +255,8 @@ def workspace(
     width = spec.logits if isinstance(spec, RoutingSpec) else 1
     shapes = [((tokens, width), TYPES[np.dtype(dtype)]), *given]
     inputs = (Tensor * 5)(*(Tensor(None, kind, Shape.of(shape)) for shape, kind in shapes))
-    call = _Call(inputs, (Tensor * 2)(), None, *_threads(lanes))
+    call = _Call(inputs, (Tensor * 2)(), None, lanes)
     return library().qm_workspace(spec.OP.encode(), own, ctypes.byref(call))
-
-
-def _threads(lanes: int) -> tuple[int, object, None]:
-    """lanes, parallel_for and parallel_context of a call."""
-    return lanes, ctypes.cast(library().qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None, None
 
 
 def infer_shapes(spec: Spec, shapes: Sequence[Sequence[int] | None]) -> list[list[int]]:

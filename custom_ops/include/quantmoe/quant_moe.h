@@ -78,19 +78,17 @@ typedef struct {
 QM_API int qm_infer_shapes(const char* op, const void* node, const qm_shape* inputs, int32_t count, qm_shape* outputs,
                            char* err);
 
-// Runs task(arg, 0..count-1) in any order, on any threads. Returns when all are done.
+// Runs task(arg, 0..count-1) in any order, on any threads. Returns when all are done. NULL in its place starts threads
+// for the call, at most lanes - 1. If the system refuses a thread, the calling thread does its work.
 typedef void (*qm_task)(void* arg, size_t index);
 typedef void (*qm_parallel_for)(void* context, qm_task task, void* arg, size_t count);
 
-// The rows of experts, if not all of them are in memory at one time.
-typedef struct {
-  void* context;
-  // Makes rows of experts readable, from expert `first` on in ascending order, as many as there is room for, at least
-  // one. Only experts with pairs count (begin[e] < begin[e + 1]). Writes the rows' addresses to w13[e] and w2[e],
-  // 64-byte aligned. Returns the first expert with pairs that it left out, or local_experts. Rows stay until the next
-  // call. Below 0: it failed, and `err` (QM_ERROR_SIZE bytes) says why. It is called on qm_run's thread.
-  int64_t (*read)(void* context, const int64_t* begin, int64_t first, const void** w13, const void** w2, char* err);
-} qm_expert_rows;
+// Makes rows of experts readable, from expert `first` on in ascending order, as many as there is room for, at least
+// one. Only experts with pairs count (begin[e] < begin[e + 1]). Writes the rows' addresses to w13[e] and w2[e],
+// 64-byte aligned. Returns the first expert with pairs that it left out, or local_experts. Rows stay until the next
+// call. Below 0: it failed, and `err` (QM_ERROR_SIZE bytes) says why. It is called on qm_run's thread.
+typedef int64_t (*qm_read_experts)(void* context, const int64_t* begin, int64_t first, const void** w13,
+                                   const void** w2, char* err);
 
 typedef struct {
   void* data;    // NULL: left out, or [0] for none
@@ -99,12 +97,13 @@ typedef struct {
 } qm_tensor;
 typedef struct {
   const qm_tensor *inputs,
-      *outputs;                  // all of op.def's, also inputs that are left out; shapes as qm_infer_shapes
-  void* workspace;               // qm_workspace bytes, 64-byte aligned
-  int lanes;                     // upper bound of threads that will work; also passed to qm_workspace
-  qm_parallel_for parallel_for;  // NULL: run on the calling thread
+      *outputs;     // all of op.def's, also inputs that are left out; shapes as qm_infer_shapes
+  void* workspace;  // qm_workspace bytes, 64-byte aligned
+  int lanes;        // upper bound of threads that will work, below 2 the calling one; also passed to qm_workspace
+  qm_parallel_for parallel_for;
   void* parallel_context;
-  const qm_expert_rows* experts;  // QuantMoE. NULL: w13 and w2 have all rows. Otherwise their data is not read
+  qm_read_experts read_experts;  // QuantMoE. NULL: w13 and w2 have all rows. Otherwise their data is not read
+  void* experts_context;
 } qm_call;
 // Checks everything that does not depend on the call: attributes and their combinations. A kernel for this machine must
 // exist. `packed`: the shapes of the packed inputs in op.def's order, [experts in this slice, int32 words of a row], or
@@ -188,30 +187,6 @@ QM_API int qm_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_
 // QM_UNSUPPORTED: a layer in layout marlin cannot have both projections.
 QM_API int qm_check_marlin_layer(const qm_projection* w13, const qm_projection* w2, char* err);
 
-// Panels of layout cpu_panel (FORMAT.md section 2) for some rows of a matrix, for hosts that have no whole expert in
-// memory. `dst` starts at panel 0 of these rows. Consecutive panels are `panel_step` panels apart (2 for the halves of
-// a gated w13).
-typedef struct {
-  int32_t format, group_size, scale_type;
-  int64_t n, k;
-  const void* codes;           // as qm_matrix's
-  const void* scales;          // [ceil(n / block_n), groups] of scale_type
-  const uint8_t* zero_points;  // the shape of scales, or NULL
-  int32_t block_n;
-  float global_scale;        // 1 when there is none
-  const float* bias;         // [n] or NULL
-  const int32_t* row_order;  // [n] or NULL: source row of each packed row
-  int panel_step;
-} qm_pack_source;
-QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parallel_for, void* context, char* err);
-// A qm_parallel_for that starts std::threads, for hosts without a pool (packing, tests). `context` is ignored. If the
-// system refuses a thread, the calling thread runs the other tasks.
-QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
-// The number of CPUs that the process may use, at least 1. The affinity of any of its threads counts, and the CPU quota
-// of its control groups (versions 1 and 2), rounded up. For tests: `allowed` above 0 replaces the affinity, and `root`,
-// otherwise "", is the folder with proc and sys.
-QM_API int qm_cpus(int allowed, const char* root);
-
 // This library and its kernels. QUANTMOE_FORCE_KERNEL=name selects a kernel. QM_UNSUPPORTED: the name is unknown or not
 // usable. Then `kernel` is NULL, and qm_validate fails, too.
 enum { QM_MOST_KERNELS = 8 };
@@ -221,6 +196,9 @@ typedef struct {
   const char* kernel;                    // the selected one
   const char* kernels[QM_MOST_KERNELS];  // the preferred one first, then NULLs
   int32_t usable[QM_MOST_KERNELS];       // 1: this machine has its features
+  // CPUs that the process may use, at least 1. The affinity of any of its threads counts, and the CPU quota of its
+  // control groups (versions 1 and 2), rounded up.
+  int32_t cpus;
 } qm_library;
 QM_API int qm_describe(qm_library*, char* err);
 

@@ -23,23 +23,21 @@ typedef struct {
 
 #define QM_CUDA_HOST_TOKENS 8
 #define QM_CUDA_HOST_PAIRS 128
-// The host's part of a call, with a host_share above 0: page-locked memory that both read and write. A session's
-// layers share it, because their calls come one after the other. The device writes a request, `asked` last. A thread of
-// the host waits for `asked`, multiplies, and writes y, then `answered`. The call's last kernel waits for `answered`.
-// No CUDA function is called in between, so replays of a captured graph ask as launches do.
+// The host's part of a call, with a host_share above 0: page-locked memory that both read and write, zeros at first. A
+// session's layers share it, because their calls come one after the other. The device writes a request, `asked` last. A
+// thread of the host waits for `asked`, multiplies, and writes y, then `answered`. The call's last kernel waits for
+// `answered`. No CUDA function is called in between, so replays of a captured graph ask as launches do.
+//
+// After this come float x[QM_CUDA_HOST_TOKENS, H], the hidden_states, and y of the same shape, a token's sum of the
+// host's pairs. H is the layer's hidden_size.
 typedef struct {
   uint64_t asked;  // differs from the numbers of the layer's last 2^32 calls; 0: nothing yet
   int32_t layer, tokens, top_k;
   int32_t unused[11];
   uint64_t answered;  // the same number
   int32_t unused_too[14];
-} qm_cuda_request;
-typedef struct {
-  qm_cuda_request* request;
-  float* x;        // [QM_CUDA_HOST_TOKENS, H]: hidden_states
-  float* weights;  // [QM_CUDA_HOST_PAIRS]: topk_weights
-  int32_t* ids;    // [QM_CUDA_HOST_PAIRS]: topk_ids of the host's pairs, -1 for other pairs
-  float* y;        // [QM_CUDA_HOST_TOKENS, H]: a token's sum of the host's pairs
+  float weights[QM_CUDA_HOST_PAIRS];  // topk_weights
+  int32_t ids[QM_CUDA_HOST_PAIRS];    // topk_ids of the host's pairs, -1 for other pairs
 } qm_cuda_host;
 
 // QuantMoE with experts outside the device's memory: w13 and w2 are host memory that the device can read. Launches that
@@ -52,27 +50,14 @@ typedef struct {
   // others are copied. 0: no host is asked. host_layer: the layer in a request. A call that asks has at
   // most QM_CUDA_HOST_TOKENS tokens and QM_CUDA_HOST_PAIRS pairs.
   int32_t host_share, host_layer;
-  void* slot_memory;     // slots * slot_bytes; contents survive: the row of w13, then w2's at 256 bytes
-  void* staging_memory;  // staging * slot_bytes; contents need not survive, layers may share them
-  void* cache_state;     // state_bytes; zeros at first, except for experts that have a slot by then
+  void* slot_memory;     // slots * plan.slot_bytes; contents survive
+  void* staging_memory;  // staging * plan.slot_bytes; contents need not survive, layers may share them
+  void* cache_state;     // plan.state_bytes; zeros at first
   // NULL, or the addresses of each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2. Only
   // experts are read that the call needs and no slot has. The array and the addresses are 16-byte aligned.
   const void* const* rows;
-  qm_cuda_host host;  // addresses of the device
+  qm_cuda_host* host;  // its address on the device
 } qm_cuda_experts;
-// Bytes of a slot, and of a cache_state of so many experts and slots. QM_INVALID: the attributes are not valid.
-QM_API int qm_cuda_cache_bytes(const qm_moe*, int64_t local_experts, int32_t slots, size_t* slot_bytes,
-                               size_t* state_bytes, char* err);
-// The beginning of a cache_state: experts that calls needed, each once a call.
-typedef struct {
-  uint64_t hits, misses;  // with a slot, without
-  uint64_t staged;        // misses that were copied to staging
-  uint64_t not_copied;    // misses that were read in host memory
-  uint64_t computed;      // misses that the host multiplied
-} qm_cuda_cache_counts;
-// The offset in a cache_state of int32[local_experts], each expert's slot plus 1, or 0. Then comes int32[slots], each
-// slot's expert plus 1, or 0.
-#define QM_CUDA_SLOT_OF (sizeof(qm_cuda_cache_counts) + 8)
 
 // Ranks whose GPUs write to each other's memory. Each rank has a box in its GPU's memory, which the others write to.
 // All ranks make equal calls in one order, one at a time. A call waits on the GPU for the other ranks' calls.
@@ -84,15 +69,15 @@ typedef struct {
   int32_t blocks;              // most blocks of a long sum, equal in all ranks; all of them run at once
   void* boxes[QM_CUDA_PEERS];  // each rank's, as this rank's GPU reaches it
 } qm_cuda_peers;
-QM_API size_t qm_cuda_box_bytes(int32_t world);
-// Enqueues what a new box needs. It must end in all ranks before any rank makes another call.
-QM_API int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err);
+// Allocates a rank's box, which qm_cuda_free frees. It must return in all ranks before any rank makes another call.
+QM_API int qm_cuda_allocate_box(int32_t world, void** box, char* err);
 
 // Fills the description of a CUDA device. It asks the driver.
 QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);
 #define QM_CUDA_PLAN_WORDS 264
 typedef struct {
   uint64_t workspace_bytes;
+  uint64_t slot_bytes, state_bytes;    // of qm_cuda_experts
   int32_t chosen[QM_CUDA_PLAN_WORDS];  // for the kernels, for example LayerPlan in src/cuda/moe/layer_plan.h
 } qm_cuda_node_plan;
 typedef struct {
@@ -147,6 +132,7 @@ QM_API int qm_cuda_check_node(const char* op, const void* node, const qm_cuda_no
 QM_API int qm_cuda_launch_node(const char* op, const void* node, const qm_cuda_node_plan*, const qm_cuda_call*,
                                char* err);
 
+#define QM_CUDA_CHOICE_WORKSPACE 21792  // bytes of a row
 // Chooses the next token of each row from logits on the device, and writes the inputs of the next run of one token a
 // row. Equal logits and an equal random number give an equal token.
 typedef struct {
@@ -157,8 +143,7 @@ typedef struct {
   double repetition, presence, frequency;  // penalties; 1, 0, 0: none
   int64_t capacity, longest;               // columns of mask, and of history
   int64_t column, column_before;           // of mask: the next run's tokens, and the last run's; -1: none
-} qm_cuda_choice_problem;
-typedef struct {
+
   const void* logits;        // [batch, vocabulary]
   const double* uniform;     // [batch], from 0 to below 1; may be the host's memory, as past and chosen
   const int32_t* past;       // [batch]: tokens of the text so far, all in the cache; -1: the row has ended
@@ -169,10 +154,10 @@ typedef struct {
   int64_t *ids, *positions;  // [batch]: inputs of the next run
   int64_t* mask;             // [batch, capacity], of ones where a row has tokens; NULL: none of these three is written
   int32_t* chosen;           // [batch]: the token; -1: logits are not finite; -2: no token is left
-  void* workspace;           // qm_cuda_choice_bytes, 256-byte aligned
-} qm_cuda_choice_tensors;
-QM_API size_t qm_cuda_choice_bytes(const qm_cuda_choice_problem*);
-QM_API int qm_cuda_launch_choice(const qm_cuda_choice_problem*, const qm_cuda_choice_tensors*, void* stream, char* err);
+  void* workspace;           // batch * QM_CUDA_CHOICE_WORKSPACE bytes, 256-byte aligned
+  float* scores;             // [batch, vocabulary], written with bias, allowed, counts or history
+} qm_cuda_choice;
+QM_API int qm_cuda_launch_choice(const qm_cuda_choice*, void* stream, char* err);
 // For the program around an engine: a stream, device memory, and page-locked memory that kernels read and write.
 // qm_cuda_copy copies `height` pieces of `width` bytes, from and to either memory. qm_cuda_wait waits for the stream.
 QM_API int qm_cuda_open_stream(void** stream, char* err);

@@ -23,6 +23,7 @@
 #include <bit>
 #endif
 
+namespace quantmoe {
 namespace {
 
 #if defined(__linux__)
@@ -81,20 +82,19 @@ int64_t within_quota(int64_t most, const std::string& folder, bool v2) {
 
 }  // namespace
 
-int qm_cpus(int allowed, const char* root) try {
-  int64_t cpus = allowed;
+int cpus(int allowed, const std::string& root) try {
+  int64_t found = allowed;
 #if defined(__linux__) || defined(_WIN32)
-  if (cpus <= 0) cpus = affinity();
+  if (found <= 0) found = affinity();
 #endif
-  if (cpus <= 0) cpus = std::thread::hardware_concurrency();
-  quantmoe::for_control_groups(root, "cpu",
-                               [&](const std::string& folder, bool v2) { cpus = within_quota(cpus, folder, v2); });
-  return static_cast<int>(std::max<int64_t>(1, cpus));
+  if (found <= 0) found = std::thread::hardware_concurrency();
+  for_control_groups(root, "cpu", [&](const std::string& folder, bool v2) { found = within_quota(found, folder, v2); });
+  return static_cast<int>(std::max<int64_t>(1, found));
 } catch (const std::exception&) {  // of memory
   return 1;
 }
 
-void qm_parallel_threads(void*, qm_task task, void* arg, size_t count) {
+void start_threads(void*, qm_task task, void* arg, size_t count) {
   struct Threads : std::vector<std::thread> {
     ~Threads() {
       for (std::thread& thread : *this) thread.join();
@@ -108,3 +108,5 @@ void qm_parallel_threads(void*, qm_task task, void* arg, size_t count) {
   if (count) task(arg, 0);
   for (; next < count; ++next) task(arg, next);
 }
+
+}  // namespace quantmoe

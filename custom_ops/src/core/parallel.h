@@ -2,10 +2,17 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
+
+// As qm_library's. For tests: `allowed` above 0 replaces the affinity, and `root` is the folder with proc and sys.
+int cpus(int allowed = 0, const std::string& root = "");
+
+// A qm_parallel_for for callers that have none.
+void start_threads(void* context, qm_task task, void* arg, size_t count);
 
 // Runs body(lane, index) for index 0..count-1. Work is pulled from one counter. So a pool with fewer threads than lanes
 // still balances, and so does a pool that splits the range statically. Bodies that run at one time have different
@@ -13,7 +20,7 @@ namespace quantmoe {
 // was written before the call, and the caller sees what they write.
 template <typename Body>
 void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t count, const Body& body) {
-  if (!parallel_for || lanes <= 1 || count <= 1) {
+  if (lanes <= 1 || count <= 1) {
     for (int64_t i = 0; i < count; ++i) body(0, i);
     return;
   }
@@ -23,7 +30,7 @@ void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t co
     const Body& body;
   } shared{{}, count, body};
   shared.next.store(0, std::memory_order_release);
-  parallel_for(
+  (parallel_for ? parallel_for : start_threads)(
       context,
       [](void* arg, size_t lane) {
         auto& s = *static_cast<Shared*>(arg);

@@ -22,7 +22,8 @@ struct CallThreads {
 struct MoECall : CallThreads, TensorsOf<qm_moe> {
   int id_bytes;
   int64_t tokens, top_k, local_experts;
-  const qm_expert_rows* experts;
+  qm_read_experts read_experts;
+  void* experts_context;
   MoECall(const qm_moe&, const qm_call& call)
       : CallThreads(call),
         TensorsOf<qm_moe>{call.inputs, call.outputs},
@@ -30,7 +31,8 @@ struct MoECall : CallThreads, TensorsOf<qm_moe> {
         tokens(rows_of(call.inputs[QuantMoE_topk_ids].shape)),
         top_k(last_of(call.inputs[QuantMoE_topk_ids].shape)),
         local_experts(call.inputs[QuantMoE_w13].shape.sizes[0]),
-        experts(call.experts) {}
+        read_experts(call.read_experts),
+        experts_context(call.experts_context) {}
 };
 
 struct LinearCall : CallThreads, TensorsOf<qm_linear> {

@@ -24,7 +24,7 @@ int64_t tasks_of(const qm_hadamard& node, const qm_call& call) {
 }
 // No more than have something to do.
 int lanes_of(const qm_hadamard& node, const qm_call& call) {
-  const int64_t most = call.parallel_for && call.lanes > 1 ? call.lanes : 1;
+  const int64_t most = call.lanes > 1 ? call.lanes : 1;
   return static_cast<int>(std::clamp<int64_t>(tasks_of(node, call), 1, most));
 }
 

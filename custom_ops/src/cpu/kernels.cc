@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/parallel.h"
 #include "cpu/kernel.h"
 
 namespace quantmoe {
@@ -64,6 +65,7 @@ int qm_describe(qm_library* library, char* err) {
     library->kernels[i] = kKernels[i]->name;
     library->usable[i] = usable(i);
   }
+  library->cpus = cpus();
   const CpuKernel* const kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
   library->kernel = kernel->name;

@@ -86,7 +86,7 @@ int64_t tokens_of(const qm_call& call) { return rows_of(call.inputs[MoERouting_l
 int64_t tasks_of(const qm_call& call) { return ceil_div(tokens_of(call), kTokensPerTask); }
 // No more than have something to do.
 int lanes_of(const qm_call& call) {
-  return call.parallel_for && call.lanes > 1 ? static_cast<int>(std::clamp<int64_t>(tasks_of(call), 1, call.lanes)) : 1;
+  return call.lanes > 1 ? static_cast<int>(std::clamp<int64_t>(tasks_of(call), 1, call.lanes)) : 1;
 }
 
 int check(const qm_routing& routing, char* err) { return check_routing(routing, {kMaxExperts, true, "expected"}, err); }

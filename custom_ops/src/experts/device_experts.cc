@@ -8,7 +8,9 @@
 #include <stdexcept>
 
 #include "core/numbers.h"
+#include "core/parallel.h"
 #include "core/tensors.h"
+#include "cuda/common/experts_memory.h"
 #include "cuda/common/layout.h"
 #include "experts/per_session.h"
 #include "experts/row_bytes.h"
@@ -176,8 +178,8 @@ DeviceExperts::DeviceExperts(const ExpertSettings& settings)
     : settings_(settings), where_(settings.experts), host_shares_(settings.host_shares()) {
   // One CPU is left for the program's own thread, which waits for the device.
   if (std::ranges::any_of(host_shares_, [](int32_t share) { return share > 0; }))
-    host_ = std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads)
-                                                                 : std::max(1, qm_cpus(0, "") - 1));
+    host_ =
+        std::make_unique<HostExperts>(settings.threads != "" ? std::stoi(settings.threads) : std::max(1, cpus() - 1));
   if (settings.experts == "disk") read_from_file();
   if (settings.warm == "" || ram_) return;
   ExpertSettings of;
@@ -273,22 +275,16 @@ DeviceExperts::Rows DeviceExperts::lock_rows(const void* data, size_t bytes) {
   return {locked.host, locked.device};
 }
 
-// A cache's state; slot_bytes: of a slot.
-size_t DeviceExperts::cache_bytes(const Layer& layer, size_t* slot_bytes) {
-  char error[QM_ERROR_SIZE];
-  size_t state = 0;
-  if (qm_cuda_cache_bytes(&layer.moe, layer.experts, layer.slots, slot_bytes, &state, error))
-    throw std::invalid_argument(error);
-  return state;
-}
-
 int DeviceExperts::add(const std::string& node, const qm_moe& moe, int64_t experts, const void* w13, const void* w2) {
   const std::lock_guard lock(mutex_);
   if (started_) throw std::runtime_error("a layer came after the first run of others, expected all layers before it");
   Layer layer{};
   layer.experts = experts;
   layer.moe = moe;
-  (void)cache_bytes(layer, &layer.slot_bytes);
+  MarlinRow w13_row{}, w2_row{};
+  if (!marlin_row_of(moe, 13, &w13_row) || !marlin_row_of(moe, 2, &w2_row))
+    throw std::invalid_argument("attributes of packed experts are not valid");
+  layer.slot_bytes = slot_bytes(w13_row, w2_row);
   const std::array row_bytes = row_bytes_of(moe);
   const bool chooses = settings_.misses == "auto";
   if (settings_.experts == "auto" && layers_.empty() && !ram_ && (!host_ || chooses))
@@ -397,7 +393,7 @@ std::string DeviceExperts::start(int64_t top_k) try {
         std::clamp<int64_t>(static_cast<int64_t>(share * static_cast<double>(layer.experts)), 1, layer.experts));
     layer.staging = static_cast<int32_t>(staging / layer.slot_bytes);
     allocate(static_cast<size_t>(layer.slots) * layer.slot_bytes, "a layer's slots", &layer.memory);
-    const size_t state = cache_bytes(layer, &layer.slot_bytes);
+    const size_t state = cache_state_bytes(layer.experts, layer.slots);
     allocate(state, "a cache's state", &layer.state);
     check(cudaMemset(layer.state, 0, state), "a cache's state");
     slots += static_cast<size_t>(layer.slots);
@@ -443,7 +439,7 @@ std::string DeviceExperts::fill_slots(const Trace& trace) {
                               layer.row_bytes[j], cudaMemcpyHostToDevice, nullptr),
               "copying an expert");
     }
-    check(cudaMemcpyAsync(static_cast<char*>(layer.state) + QM_CUDA_SLOT_OF, table.data(), 4 * table.size(),
+    check(cudaMemcpyAsync(static_cast<char*>(layer.state) + sizeof(CacheState), table.data(), 4 * table.size(),
                           cudaMemcpyHostToDevice, nullptr),
           "a cache's state");
     check(cudaDeviceSynchronize(), "copying experts");  // before their rows in RAM, and the table, are others'
@@ -453,25 +449,18 @@ std::string DeviceExperts::fill_slots(const Trace& trace) {
 }
 
 void DeviceExperts::open_exchange() {
-  if (host_at_.request) return;  // a start that failed later
+  if (host_at_) return;  // a start that failed later
   int64_t hidden = 0;
   for (const Layer& layer : layers_) hidden = std::max<int64_t>(hidden, layer.moe.hidden_size);
-  const auto rows = align_up(size_t{4} * QM_CUDA_HOST_TOKENS * static_cast<size_t>(hidden), size_t{64});
-  constexpr size_t kPairs = 4 * QM_CUDA_HOST_PAIRS;
+  const size_t rows = sizeof(float) * QM_CUDA_HOST_TOKENS * static_cast<size_t>(hidden);
   void* device = nullptr;
   if (!exchange_)
-    check(cudaHostAlloc(&exchange_, sizeof(qm_cuda_request) + 2 * kPairs + 2 * rows, cudaHostAllocMapped),
+    check(cudaHostAlloc(&exchange_, sizeof(qm_cuda_host) + 2 * rows, cudaHostAllocMapped),
           "page-locked memory for what the CPU multiplies");
-  std::memset(exchange_, 0, sizeof(qm_cuda_request));
+  std::memset(exchange_, 0, sizeof(qm_cuda_host));
   check(cudaHostGetDevicePointer(&device, exchange_, 0), "page-locked memory");
-  const auto at = [&](void* memory) {
-    char* const base = static_cast<char*>(memory) + sizeof(qm_cuda_request);
-    const auto floats = [&](size_t offset) { return reinterpret_cast<float*>(base + offset); };
-    return qm_cuda_host{static_cast<qm_cuda_request*>(memory), floats(2 * kPairs), floats(0),
-                        reinterpret_cast<int32_t*>(base + kPairs), floats(2 * kPairs + rows)};
-  };
-  host_->serve(at(exchange_));
-  host_at_ = at(device);
+  host_->serve(static_cast<qm_cuda_host*>(exchange_));
+  host_at_ = static_cast<qm_cuda_host*>(device);
 }
 
 // The CPU's share of 256 experts that a layer misses. A list that is too short is an error of the first run.
@@ -646,7 +635,7 @@ void DeviceExperts::read_missing(int layer, const qm_tensor& ids, cudaStream_t s
   std::vector<char> asked(pairs * width);
   std::vector<int32_t> slot_of(static_cast<size_t>(own.experts));
   check(cudaMemcpyAsync(asked.data(), ids.data, asked.size(), cudaMemcpyDeviceToHost, stream), "ids");
-  check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(own.state) + QM_CUDA_SLOT_OF, 4 * slot_of.size(),
+  check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(own.state) + sizeof(CacheState), 4 * slot_of.size(),
                         cudaMemcpyDeviceToHost, stream),
         "a cache's state");
   check(cudaStreamSynchronize(stream), "the launches before");
@@ -729,12 +718,12 @@ std::string DeviceExperts::report() {
   std::string text;
   for (const auto& experts : PerSession<DeviceExperts>::alive()) {
     const std::lock_guard lock(experts->mutex_);
-    qm_cuda_cache_counts sums{};
+    CacheCounts sums{};
     uint64_t slots = 0, missed_bytes = 0;
     for (const Layer& layer : experts->layers_) {
       slots += static_cast<uint64_t>(layer.slots);
       if (!layer.state) continue;
-      qm_cuda_cache_counts counts{};
+      CacheCounts counts{};
       check(cudaMemcpy(&counts, layer.state, sizeof counts, cudaMemcpyDefault), "a cache's counts");
       sums.hits += counts.hits;
       sums.misses += counts.misses;

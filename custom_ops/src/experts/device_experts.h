@@ -93,7 +93,6 @@ class DeviceExperts {
     const char *host, *device;
   };
   void read_missing(int layer, const qm_tensor& ids, cudaStream_t stream);
-  static size_t cache_bytes(const Layer& layer, size_t* slot_bytes);
   void read_from_file();
   void lock_ram(const Trace* warm);
   std::string lacking_ram(size_t bytes) const;
@@ -128,7 +127,7 @@ class DeviceExperts {
   // Of misses = cpu, auto or a share; what the device asks it is in exchange_, which the device has at host_at_.
   std::unique_ptr<HostExperts> host_;
   void* exchange_ = nullptr;
-  qm_cuda_host host_at_{};
+  qm_cuda_host* host_at_ = nullptr;
   bool started_ = false, resident_ = false;
   cudaStream_t last_ = nullptr;
   cudaEvent_t done_ = nullptr;  // the last launch that was not captured

@@ -229,7 +229,7 @@ class Experts {
    public:
     Lease(Experts& all, int layer) : all_(all), cache_(*all.cache_), layer_(layer) {}
     ~Lease();
-    // As qm_expert_rows::read. Throws for a read that failed, naming the expert.
+    // As qm_read_experts. Throws for a read that failed, naming the expert.
     int64_t read(const int64_t* begin, int64_t first, const void** w13, const void** w2);
     // The rows of these experts, all of them, as long as the lease lives. No other lease has any, of other sessions
     // neither, and there are as many slots. Throws as read does.

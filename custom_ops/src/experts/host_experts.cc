@@ -19,7 +19,7 @@
 namespace quantmoe {
 namespace {
 
-static_assert(offsetof(qm_cuda_request, answered) == 64, "another cache line: the device and the host write one each");
+static_assert(offsetof(qm_cuda_host, answered) == 64, "another cache line: the device and the host write one each");
 
 using Clock = std::chrono::steady_clock;
 // Between two tokens a program samples, and writes: longer than that and the threads sleep.
@@ -233,7 +233,7 @@ void HostExperts::pack_first(Layer& layer, const void* w13, const void* w2, int6
 }
 
 // False: the kernels failed.
-bool HostExperts::multiply(const Layer& layer, int64_t tokens, int64_t top_k, const qm_cuda_host& host) try {
+bool HostExperts::multiply(const Layer& layer, int64_t tokens, int64_t top_k, const HostPlaces& host) try {
   // The device has written it: the lines come while the call is planned.
   for (int64_t i = 0; i < tokens * layer.moe.hidden_size; i += 16) __builtin_prefetch(host.x + i);
   const qm_shape rows{2, {tokens, layer.moe.hidden_size}}, routes{2, {tokens, top_k}};
@@ -263,7 +263,7 @@ bool HostExperts::multiply(const Layer& layer, int64_t tokens, int64_t top_k, co
   return false;
 }
 
-void HostExperts::serve(const qm_cuda_host& host) {
+void HostExperts::serve(qm_cuda_host* host) {
   host_ = host;
   if (!server_.joinable()) server_ = std::thread([this] { answer_until_stopped(); });
 }
@@ -271,9 +271,10 @@ void HostExperts::serve(const qm_cuda_host& host) {
 double HostExperts::measure(int number, const void* w13, const void* w2, int64_t experts, int64_t at_once) {
   Layer& layer = layers_[static_cast<size_t>(number)];
   pack_first(layer, w13, w2, experts);
-  qm_cuda_request& request = *host_.request;
-  std::fill_n(host_.x, layer.moe.hidden_size, 1.0f);
-  std::fill_n(host_.weights, at_once, 1.0f);
+  qm_cuda_host& request = *host_;
+  const HostPlaces host = host_places(host_, layer.moe.hidden_size);
+  std::fill_n(host.x, layer.moe.hidden_size, 1.0f);
+  std::fill_n(host.weights, at_once, 1.0f);
   request.layer = number;
   request.tokens = 1;
   request.top_k = static_cast<int32_t>(at_once);
@@ -281,7 +282,7 @@ double HostExperts::measure(int number, const void* w13, const void* w2, int64_t
   constexpr int64_t kLeast = 16;  // for a median
   for (int64_t next = 0; next < at_once * std::max(kLeast, experts / at_once);) {
     for (int64_t i = 0; i < at_once; ++i, ++next)
-      host_.ids[i] = static_cast<int32_t>(layer.moe.expert_offset + next % experts);
+      host.ids[i] = static_cast<int32_t>(layer.moe.expert_offset + next % experts);
     const uint64_t asked = request.asked + 1;  // the device's begin at 2^32
     const auto is_answered = [&] { return __atomic_load_n(&request.answered, __ATOMIC_ACQUIRE) == asked; };
     const auto begin = Clock::now();
@@ -291,7 +292,7 @@ double HostExperts::measure(int number, const void* w13, const void* w2, int64_t
     took.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
   }
   release(layer);
-  if (std::isnan(host_.y[0])) return INFINITY;  // its kernels failed, or the weights are none
+  if (std::isnan(host.y[0])) return INFINITY;  // its kernels failed, or the weights are none
   const auto middle = took.begin() + static_cast<std::ptrdiff_t>(took.size() / 2);
   std::nth_element(took.begin(), middle, took.end());
   return *middle / static_cast<double>(at_once);
@@ -299,7 +300,7 @@ double HostExperts::measure(int number, const void* w13, const void* w2, int64_t
 
 void HostExperts::answer_until_stopped() {
   // The device writes these, and reads `answered`.
-  auto* const request = host_.request;
+  qm_cuda_host* const request = host_;
   uint64_t last = 0, asked = 0;
   const auto is_asked = [&] {
     asked = __atomic_load_n(&request->asked, __ATOMIC_ACQUIRE);
@@ -311,8 +312,9 @@ void HostExperts::answer_until_stopped() {
     if (asked == last) return;  // stopping
     last = asked;
     const Layer& layer = layers_[static_cast<size_t>(request->layer)];
-    if (!multiply(layer, request->tokens, request->top_k, host_))
-      std::fill(host_.y, host_.y + request->tokens * layer.moe.hidden_size, NAN);
+    const HostPlaces host = host_places(request, layer.moe.hidden_size);
+    if (!multiply(layer, request->tokens, request->top_k, host))
+      std::fill(host.y, host.y + request->tokens * layer.moe.hidden_size, NAN);
     __atomic_store_n(&request->answered, asked, __ATOMIC_RELEASE);
   }
 }

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "quantmoe/quant_moe_cuda.h"
+#include "cuda/common/experts_memory.h"
 
 namespace quantmoe {
 
@@ -60,7 +60,7 @@ class HostExperts {
   // Makes a layer's rows of those at w13 and w2. Throws std::runtime_error: no memory, or an act-order that is none.
   void pack(int layer, const void* w13, const void* w2);
   // From now on a thread answers the requests at `host`, which stays where it is.
-  void serve(const qm_cuda_host& host);
+  void serve(qm_cuda_host* host);
   // Seconds of an expert, from a request for one token and `at_once` experts to its answer. This is the median of
   // requests for the layer's first `experts` in turn, with rows made for it. Infinity: the last answer is no number.
   // Meanwhile the device must ask nothing.
@@ -75,13 +75,13 @@ class HostExperts {
   };
   void pack_first(Layer& layer, const void* w13, const void* w2, int64_t experts);
   static void release(Layer& layer);
-  bool multiply(const Layer& layer, int64_t tokens, int64_t top_k, const qm_cuda_host& host);
+  bool multiply(const Layer& layer, int64_t tokens, int64_t top_k, const HostPlaces& host);
   void answer_until_stopped();
 
   HotPool pool_;
   std::vector<Layer> layers_;
   std::vector<char> workspace_;
-  qm_cuda_host host_{};
+  qm_cuda_host* host_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::thread server_;
 };

@@ -79,14 +79,14 @@ int pack_chunk8(const uint8_t* q, uint8_t* out) {
 
 constexpr int kMaxRows = 16;
 
-void panel_rows(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, int64_t* rows) {
+void panel_rows(const PanelSource& source, const PanelMatrix& matrix, int64_t panel, int64_t* rows) {
   for (int r = 0; r < matrix.nr; ++r) {
     const int64_t row = panel * matrix.nr + r < matrix.n ? panel * matrix.nr + r : matrix.n - 1;
     rows[r] = source.row_order ? source.row_order[row] : row;
   }
 }
 
-void pack_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
+void pack_panel(const PanelSource& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   float sums[kMaxRows] = {};
   int32_t int_sums[kMaxRows] = {};
   int64_t rows[kMaxRows];
@@ -146,7 +146,7 @@ float multiplier_unit(const PanelMatrix& matrix) {
 }
 
 // Everything that is not plain: FORMAT.md 2.7 and 2.8.
-void pack_scaled_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
+void pack_scaled_panel(const PanelSource& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   int64_t rows[kMaxRows];
   panel_rows(source, matrix, panel, rows);
   const int64_t groups = ceil_div(matrix.k, matrix.group());  // the last block may have one more, of padding
@@ -213,7 +213,7 @@ void pack_scaled_panel(const qm_pack_source& source, const PanelMatrix& matrix, 
 }
 
 // FORMAT.md 2.10.
-void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
+void pack_k_panel(const PanelSource& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   int64_t rows[kMaxRows];
   panel_rows(source, matrix, panel, rows);
   const int size = scale_size(matrix.scale_type), width = static_cast<int>(matrix.group());
@@ -362,7 +362,7 @@ void unpack_panel(const RowMatrices& matrices, const PanelMatrix& matrix, const 
 }
 
 // Panels of some rows of a matrix, from the first on.
-void pack_panels(const qm_pack_source& source, const PanelMatrix& matrix, uint8_t* dst, const PackingThreads& pool) {
+void pack_panels(const PanelSource& source, const PanelMatrix& matrix, uint8_t* dst, const PackingThreads& pool) {
   constexpr int64_t kPanelsPerTask = 8;
   pool.run(ceil_div(matrix.panels, kPanelsPerTask), [&](int, int64_t task) {
     for (int64_t i = task * kPanelsPerTask; i < matrix.panels && i < (task + 1) * kPanelsPerTask; ++i)
@@ -376,7 +376,7 @@ int pack_expert_panels(const RowMatrices& matrices, const qm_row&, uint8_t* row,
   const PanelMatrix matrix = panel_matrix(matrices.w, matrices.n, matrices.k);
   for (int half = 0; half < matrices.halves; ++half) {
     const qm_matrix& given = *matrices.of[half];
-    qm_pack_source source{};
+    PanelSource source{};
     source.n = matrices.n;
     source.k = matrices.k;
     source.codes = given.codes;
@@ -460,24 +460,21 @@ int cpu_panel_row(const qm_projection& weights, int64_t n, int64_t k, int halves
 
 }  // namespace
 
+int pack_panels(const PanelSource& source, void* dst, char* err) {
+  if (const char* reason = cannot_carry(source.format, source.group_size, source.scale_type, source.block_n,
+                                        source.zero_points != nullptr))
+    return fail(err, QM_UNSUPPORTED,
+                "layout cpu_panel cannot pack format %s, group_size %d, scale_type %s, block_n %d: %s",
+                enum_name("format", source.format), source.group_size, enum_name("scale_type", source.scale_type),
+                source.block_n, reason);
+  if (source.n < 1 || source.k < 1)
+    return fail(err, QM_INVALID, "cannot pack [%lld, %lld]", (long long)source.n, (long long)source.k);
+  const PanelMatrix matrix = panel_matrix(source.format, source.scale_type, source.group_size, source.n, source.k,
+                                          source.zero_points != nullptr);
+  pack_panels(source, matrix, static_cast<uint8_t*>(dst), {1, nullptr, nullptr});
+  return QM_OK;
+}
+
 const RowLayout kCpuPanelRow = {cpu_panel_row, pack_expert_panels, unpack_expert_panels};
 
 }  // namespace quantmoe
-
-using namespace quantmoe;
-
-int qm_pack_panels(const qm_pack_source* source, void* dst, int lanes, qm_parallel_for parallel_for, void* context,
-                   char* err) {
-  if (const char* reason = cannot_carry(source->format, source->group_size, source->scale_type, source->block_n,
-                                        source->zero_points != nullptr))
-    return fail(err, QM_UNSUPPORTED,
-                "layout cpu_panel cannot pack format %s, group_size %d, scale_type %s, block_n %d: %s",
-                enum_name("format", source->format), source->group_size, enum_name("scale_type", source->scale_type),
-                source->block_n, reason);
-  if (source->n < 1 || source->k < 1)
-    return fail(err, QM_INVALID, "cannot pack [%lld, %lld]", (long long)source->n, (long long)source->k);
-  const PanelMatrix matrix = panel_matrix(source->format, source->scale_type, source->group_size, source->n, source->k,
-                                          source->zero_points != nullptr);
-  pack_panels(*source, matrix, static_cast<uint8_t*>(dst), {lanes, parallel_for, context});
-  return QM_OK;
-}

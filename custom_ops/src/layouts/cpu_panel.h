@@ -126,6 +126,23 @@ inline PanelMatrix w2_matrix(const qm_moe& moe) { return panel_matrix(moe.w2, mo
 // features: input features; max_perm: most act-orders and pre-scales.
 int check_cpu_panel(const char* prefix, const qm_projection& weights, int32_t max_perm, int32_t features, char* err);
 
+// Some rows of a matrix, for hosts that have no whole expert in memory.
+struct PanelSource {
+  int32_t format, group_size, scale_type;
+  int64_t n, k;
+  const void* codes;           // as qm_matrix's
+  const void* scales;          // [ceil(n / block_n), groups] of scale_type
+  const uint8_t* zero_points;  // the shape of scales, or null
+  int32_t block_n;
+  float global_scale;        // 1 when there is none
+  const float* bias;         // [n] or null
+  const int32_t* row_order;  // [n] or null: source row of each packed row
+  int panel_step;
+};
+// Packs them. `dst` starts at panel 0 of these rows. Consecutive panels are `panel_step` panels apart: 2 for the halves
+// of a gated w13.
+int pack_panels(const PanelSource&, void* dst, char* err);
+
 // Offsets of the parts of one expert's row, FORMAT.md section 1.
 struct RowParts {
   int64_t input_scales, pre_scales, perms, size;

@@ -41,9 +41,8 @@ std::string Peers::offer() {
   cudaIpcMemHandle_t handle{};
   const bool made = cudaGetDevice(&device) == cudaSuccess &&
                     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-                    cudaMalloc(&box, qm_cuda_box_bytes(peers_.world)) == cudaSuccess &&
-                    qm_cuda_clear_box(peers_.world, box, nullptr, error) == QM_OK &&
-                    cudaDeviceSynchronize() == cudaSuccess && cudaIpcGetMemHandle(&handle, box) == cudaSuccess;
+                    qm_cuda_allocate_box(peers_.world, &box, error) == QM_OK &&
+                    cudaIpcGetMemHandle(&handle, box) == cudaSuccess;
   (void)cudaGetLastError();
   if (!made) return kNone;
   return host() + " " + std::to_string(std::min(2 * multiprocessors, QM_CUDA_MOST_BLOCKS)) + " " +

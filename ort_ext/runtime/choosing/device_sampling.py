@@ -20,30 +20,22 @@ if TYPE_CHECKING:
 
 #: qm_type
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+#: QM_CUDA_CHOICE_WORKSPACE
+WORKSPACE = 21792
 #: what is chosen where logits are not finite, and where bias and n-grams leave no token
 NOT_FINITE, NO_TOKEN = -1, -2
 _I32, _I64, _F64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-class Problem(ctypes.Structure):
-    """qm_cuda_choice_problem."""
+class Launch(ctypes.Structure):
+    """qm_cuda_choice."""
 
     _fields_ = [
         *((name, _I32) for name in ("type", "batch", "vocabulary", "top_k", "ngram")),
         *((name, _F64) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
         *((name, _I64) for name in ("capacity", "longest", "column", "column_before")),
-    ]
-
-
-class Tensors(ctypes.Structure):
-    """qm_cuda_choice_tensors."""
-
-    _fields_ = [
-        (name, _PTR)
-        for name in (
-            *("logits", "uniform", "past", "bias", "allowed", "counts", "history"),
-            *("ids", "positions", "mask", "chosen", "workspace"),
-        )
+        *((name, _PTR) for name in ("logits", "uniform", "past", "bias", "allowed", "counts", "history")),
+        *((name, _PTR) for name in ("ids", "positions", "mask", "chosen", "workspace", "scores")),
     ]
 
 
@@ -81,7 +73,7 @@ class Choice:
         check_sampling(sampling, vocabulary)
         how = sampling or Sampling(temperature=0)
         batch = len(texts)
-        self._problem = Problem(
+        self._launch = Launch(
             type=_TYPES[dtype],
             batch=batch,
             vocabulary=vocabulary,
@@ -106,7 +98,7 @@ class Choice:
         #: bits of the tokens that may come next, copied to the GPU before each choice
         self._allowed = np.frombuffer(self._pages.memory, np.uint32, words * batch, 16 * batch).reshape(batch, words)
         self._allowed[:] = 2**32 - 1
-        size, held = library().qm_cuda_choice_bytes(ctypes.byref(self._problem)), dict[str, np.ndarray]()
+        held = dict[str, np.ndarray]()
         if self._constraints:
             held["allowed"] = self._allowed
         if how.logit_bias:
@@ -117,13 +109,16 @@ class Choice:
         if how.no_repeat_ngram_size:
             held["history"] = np.stack([*map(self._written, texts)])
         self._held = {name: Buffer.of(array, "cuda") for name, array in held.items()}
-        self._held["workspace"] = Buffer.empty([size], np.uint8, "cuda")
+        self._held["workspace"] = Buffer.empty([batch, WORKSPACE], np.uint8, "cuda")
+        if held:
+            self._held["scores"] = Buffer.empty([batch, vocabulary], np.float32, "cuda")
         #: of what has a part for each row: where it begins, and the bytes of a part
         self._parts = {name: (self._held[name].address(), array[0].nbytes) for name, array in held.items()}
         self._parts.pop("bias", None)
         for name, array in (("uniform", self._uniform), ("past", self._past), ("chosen", self._chosen)):
             self._parts[name] = array.ctypes.data, array.itemsize
-        self._tensors = Tensors(**{name: buffer.address() for name, buffer in self._held.items()})
+        for name, buffer in self._held.items():
+            setattr(self._launch, name, buffer.address())
 
     def join(self, row: int, text: Sequence[int], seed: int | None, constraint: Constraint | None) -> None:
         """Begin another text in a row, all of it in the cache when its first token is chosen.
@@ -144,12 +139,12 @@ class Choice:
                 wait()  # then the array may go
 
     def _seen(self, text: Sequence[int]) -> np.ndarray:
-        found = np.zeros(self._problem.vocabulary, np.int32)
+        found = np.zeros(self._launch.vocabulary, np.int32)
         found[list(text)] = 1
         return found
 
     def _written(self, text: Sequence[int]) -> np.ndarray:
-        found = np.zeros(self._problem.longest, np.int32)
+        found = np.zeros(self._launch.longest, np.int32)
         found[: len(text)] = text
         return found
 
@@ -176,17 +171,15 @@ class Choice:
         if self._constraints:
             copy(self._held["allowed"].address(), self._allowed.ctypes.data, self._allowed.nbytes)
         if step is not None:
-            self._problem.capacity, self._problem.column_before, self._problem.column = step.expect(past)
-        self._problem.batch = count
+            self._launch.capacity, self._launch.column_before, self._launch.column = step.expect(past)
+        self._launch.batch = count
         self._logits = logits  # is not freed before it is read
-        self._tensors.logits = logits.address() + logits.bytes() - count * logits.row_bytes()
+        self._launch.logits = logits.address() + logits.bytes() - count * logits.row_bytes()
         for name, (at, size) in self._parts.items():
-            setattr(self._tensors, name, at + first * size)
+            setattr(self._launch, name, at + first * size)
         for name in ("ids", "positions", "mask"):
-            setattr(self._tensors, name, None if step is None else step.places[name])
-        checked(
-            library().qm_cuda_launch_choice, ctypes.byref(self._problem), ctypes.byref(self._tensors), _PTR(stream())
-        )
+            setattr(self._launch, name, None if step is None else step.places[name])
+        checked(library().qm_cuda_launch_choice, ctypes.byref(self._launch), _PTR(stream()))
 
     def take(self) -> list[int]:
         """Wait for the tokens that were chosen last, or NOT_FINITE or NO_TOKEN; older ones of rows that have ended."""

@@ -70,12 +70,13 @@ void CpuNode::validate(const void* node, const qm_shape* packed) const {
 }
 
 // Makes a call on the session's threads, in its memory.
-void CpuNode::call(OrtKernelContext* context, const void* node, const Tensors& tensors,
-                   const qm_expert_rows* experts) const {
+void CpuNode::call(OrtKernelContext* context, const void* node, const Tensors& tensors, qm_read_experts read_experts,
+                   void* experts_context) const {
   qm_call call{};
   call.inputs = tensors.inputs.data();
   call.outputs = tensors.outputs.data();
-  call.experts = experts;
+  call.read_experts = read_experts;
+  call.experts_context = experts_context;
   try {
     run_with_pool(api_, context, memory_, op_.name, node, call);
   } catch (const std::invalid_argument& error) {

@@ -25,8 +25,8 @@ class CpuNode : public Node {
   const void* read_packed(const OrtKernelInfo* info, size_t input, Shape& shape);
   void validate(const void* node, const qm_shape* packed = nullptr) const;
   void check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const;
-  void call(OrtKernelContext* context, const void* node, const Tensors& tensors,
-            const qm_expert_rows* experts = nullptr) const;
+  void call(OrtKernelContext* context, const void* node, const Tensors& tensors, qm_read_experts read_experts = nullptr,
+            void* experts_context = nullptr) const;
 
  private:
   struct alignas(64) Line {

@@ -120,9 +120,8 @@ void MoENode::run(OrtKernelContext* context) const {
   if (experts_) start_experts(context, tensors);
   if (!experts_ || experts_->mapped()) return call(context, &moe_, tensors);
   LeasedRows rows(*experts_, layer_);
-  const qm_expert_rows experts{&rows, LeasedRows::read};
   try {
-    call(context, &moe_, tensors, &experts);
+    call(context, &moe_, tensors, LeasedRows::read, &rows);
   } catch (const std::invalid_argument&) {
     if (rows.error == "") throw;
     throw std::runtime_error(node_ + ": " + rows.error);

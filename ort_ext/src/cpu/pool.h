@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "common/ort_api.h"
+#include "core/parallel.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
@@ -25,7 +26,7 @@ template <class Prepare>
 void run_with_pool(const OrtApi* api, OrtKernelContext* context, const OrtMemoryInfo* memory, const char* op,
                    const void* node, qm_call& call, const Prepare& prepare) {
   // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
-  static const int lanes = qm_cpus(0, "");
+  static const int lanes = cpus();
   Pool pool{api, context};
   call.lanes = lanes;
   call.parallel_for = Pool::parallel_for;

@@ -16,6 +16,7 @@
 #include "core/parallel.h"
 #include "hashes/blake3.h"
 #include "hashes/samples.h"
+#include "layouts/cpu_panel.h"
 
 namespace quantmoe {
 namespace {
@@ -489,7 +490,7 @@ class Packer {
                                                 ? static_cast<const float*>(bias_)[stored]
                                                 : static_cast<float>(static_cast<const Half*>(bias_)[stored]);
     }
-    qm_pack_source source{};
+    PanelSource source{};
     source.format = m_.projection.format;
     source.group_size = m_.projection.group_size;
     source.scale_type = m_.projection.scale_type;
@@ -502,9 +503,8 @@ class Packer {
     source.global_scale = globals_ ? globals_[expert] : 1;
     source.bias = bias_ ? rows.bias.data() : nullptr;
     source.panel_step = m_.halves;
-    char error[QM_ERROR_SIZE];
     const int64_t panel = first / m_.row.panel_rows * m_.halves + half;
-    if (qm_pack_panels(&source, row + panel * m_.row.panel_bytes, 1, nullptr, nullptr, error))
+    if (char error[QM_ERROR_SIZE]; pack_panels(source, row + panel * m_.row.panel_bytes, error))
       throw std::runtime_error(error);
   }
 
@@ -621,7 +621,7 @@ void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put) {
     const int64_t count = std::min(experts, matrix.experts - first);
     std::fill(rows.begin(), rows.end(), '\0');
     std::atomic<bool> failed{false};  // of memory: nothing may be thrown through another thread
-    parallel(qm_cpus(0, ""), qm_parallel_threads, nullptr, count * packer.chunks(), [&](int, int64_t task) {
+    parallel(cpus(), nullptr, nullptr, count * packer.chunks(), [&](int, int64_t task) {
       try {
         packer.pack(first + task / packer.chunks(), task % packer.chunks(),
                     rows.data() + task / packer.chunks() * matrix.row.bytes);

@@ -249,11 +249,11 @@ class Asked:
 
     def __init__(self, tensors: cuda.Launched, layer) -> None:
         self.spec, self.made = layer[0], layer
-        sizes = {"x": 8 * self.spec.hidden_size, "weights": 128, "ids": 128, "y": 8 * self.spec.hidden_size}
-        for name, size in sizes.items():
-            words = (ctypes.c_uint32 * size).from_address(getattr(tensors.experts, f"host_{name}"))
-            setattr(self, name, np.frombuffer(words, np.int32 if name == "ids" else np.float32))
-        self.request = np.frombuffer((ctypes.c_int32 * 32).from_address(tensors.experts.host_request), np.int32)
+        words = (ctypes.c_int32 * cuda.host_words(self.spec.hidden_size)).from_address(tensors.experts.host)
+        arrays = cuda.host_arrays(np.frombuffer(words, np.int32), self.spec.hidden_size)
+        self.request, self.ids, self.weights, self.x, self.y = (
+            arrays[name] for name in ("request", "ids", "weights", "x", "y")
+        )
         self.asked, self.answered = self.request[:2].view(np.uint64), self.request[16:18].view(np.uint64)
 
     def multiply(
@@ -338,7 +338,7 @@ def test_the_share_of_the_cpu(driver, hosted, layer, misses, share):
     slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
     entries = {"misses": misses, "gpu_memory": str(3 * slot)}
     problem, tensors = hosted(ids=few, **entries)
-    assert (problem.host_share, bool(tensors.experts.host_y)) == (share, share > 0)
+    assert (problem.host_share, bool(tensors.experts.host)) == (share, share > 0)
     said = driver.lib.driver_logged().decode()
     assert (f"; the CPU multiplies {round(share / 2.56)}% of the experts that miss" in said) == (share > 0)
 
@@ -386,7 +386,7 @@ def test_auto_takes_what_is_quicker(driver, hosted, layer, clock, milliseconds, 
     clock(milliseconds)
     slot, few = sum(w.shape[1] for w in layer[2:]), np.zeros((3, 2), np.int64)
     problem, tensors = hosted(ids=few, misses="auto", gpu_memory=str(memory * slot // 2), threads="2")
-    assert (problem.slots, problem.host_share, bool(tensors.experts.host_y)) == (slots, share, share > 0)
+    assert (problem.slots, problem.host_share, bool(tensors.experts.host)) == (slots, share, share > 0)
     assert re.search(
         rf"; misses = auto: {'cpu' if share else 'copy'} in layers 0 \(with slots for {slots} of 8 experts a miss "
         rf"takes the bus {round(milliseconds / 8 * 1000)} us, the CPU \d+ us, {at_once} at once\)"

@@ -1,5 +1,6 @@
 // Launches what calls.py has written, and calls what does not come from a graph, with addresses that are none. The
 // driver is fake_driver.cc, which prints what arrives.
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -26,17 +27,6 @@ std::vector<char> bytes_of(const std::string& hex) {
   return bytes;
 }
 
-// A struct of nothing but addresses.
-template <class T>
-T addresses() {
-  T all;
-  for (size_t i = 0; i < sizeof(T) / 8; ++i) {
-    const uint64_t address = (i + 1) << 32;
-    std::memcpy(reinterpret_cast<char*>(&all) + 8 * i, &address, 8);
-  }
-  return all;
-}
-
 int run(const std::string& line, const qm_cuda_device& device) {
   std::istringstream words(line);
   std::string op;
@@ -53,18 +43,22 @@ int run(const std::string& line, const qm_cuda_device& device) {
 
 // What programs call beside a graph.
 int run_others() {
-  qm_cuda_choice_problem choice{};
+  qm_cuda_choice choice{};
   choice.type = QM_BF16, choice.batch = 2, choice.vocabulary = 32000, choice.temperature = 1, choice.top_p = 0.9;
-  const auto chosen = addresses<qm_cuda_choice_tensors>();
-  int failed = say("choice", qm_cuda_launch_choice(&choice, &chosen, stream, error));
+  uint64_t address = 0;
+  for (size_t at = offsetof(qm_cuda_choice, logits); at < sizeof choice; at += 8) {
+    address += uint64_t{1} << 32;
+    std::memcpy(reinterpret_cast<char*>(&choice) + at, &address, 8);
+  }
+  int failed = say("choice", qm_cuda_launch_choice(&choice, stream, error));
   void *own = nullptr, *memory = nullptr, *host = nullptr;
   failed |= say("open_stream", qm_cuda_open_stream(&own, error));
   failed |= say("allocate", qm_cuda_allocate(1000, &memory, error));
   failed |= say("host_memory", qm_cuda_host_memory(100, &host, error));
   failed |= say("copy", qm_cuda_copy(memory, 100, host, 50, 20, 2, own, error));
   failed |= say("wait", qm_cuda_wait(own, error));
-  failed |= say("clear_box", qm_cuda_clear_box(2, memory, own, error));
   failed |= say("free", qm_cuda_free(memory, error));
+  failed |= say("allocate_box", qm_cuda_allocate_box(2, &memory, error));
   return failed;
 }
 

@@ -8,7 +8,7 @@ namespace quantmoe {
 
 template <class Call>
 int lanes_of(const Call& call) {
-  return call.parallel_for && call.lanes > 1 ? call.lanes : 1;
+  return call.lanes > 1 ? call.lanes : 1;
 }
 
 // A row of `rows`: its first new token that counts, how many do, and the tokens before them.

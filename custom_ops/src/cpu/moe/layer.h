@@ -82,7 +82,7 @@ struct ExpertMatrix {
   int sides;              // that prepare activations differently: 2 where gate and up read different tiles
   bool quantized;         // activations are integers
   int64_t tile_bytes;     // of a row in a tile
-  const void** read{};    // [local experts] where qm_expert_rows has them, or null
+  const void** read{};    // [local experts] where qm_read_experts has put them, or null
   uint32_t* largest{};    // [local experts, sides] bits of the largest magnitude, for fp8_tensor
   int64_t bad_perm = -1;  // an expert whose act-order is no column order
   bool rotated = false;   // its activations come times the pre-scales, and rotated
@@ -139,7 +139,7 @@ struct LayerCall {
         all_tokens(tokens),
         top_k(top_k),
         local_experts(local_experts),
-        most_lanes(call.parallel_for && call.lanes > 1 ? call.lanes : 1),
+        most_lanes(call.lanes > 1 ? call.lanes : 1),
         parallel_for(call.parallel_for),
         parallel_context(call.parallel_context),
         tokens(tokens),

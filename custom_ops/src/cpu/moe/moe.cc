@@ -59,9 +59,9 @@ struct MoERun {
     gate_up.lay_out(arena);
     down.lay_out(arena);
     scratch.lay_out(arena, scratch_lanes);
-    gate_up.w13.read = arena.take<const void*>(call.experts ? experts() : 0);
-    down.w2.read = arena.take<const void*>(call.experts ? experts() : 0);
-    if (!call.experts) gate_up.w13.read = down.w2.read = nullptr;
+    gate_up.w13.read = arena.take<const void*>(call.read_experts ? experts() : 0);
+    down.w2.read = arena.take<const void*>(call.read_experts ? experts() : 0);
+    if (!call.read_experts) gate_up.w13.read = down.w2.read = nullptr;
     return arena.used;
   }
 
@@ -119,9 +119,9 @@ struct MoERun {
     for (layer.end_expert = 0; layer.end_expert < experts();) {
       layer.first_expert = layer.end_expert;
       layer.end_expert = experts();
-      if (call.experts)
-        layer.end_expert = call.experts->read(call.experts->context, layer.routes.begin, layer.first_expert,
-                                              gate_up.w13.read, down.w2.read, err);
+      if (call.read_experts)
+        layer.end_expert = call.read_experts(call.experts_context, layer.routes.begin, layer.first_expert,
+                                             gate_up.w13.read, down.w2.read, err);
       if (layer.end_expert < 0) return QM_INVALID;
       QM_TRY(body());
     }

@@ -7,12 +7,13 @@
 #include <thread>
 #include <vector>
 
+#include "core/parallel.h"
 #include "cpu/kernel.h"
 
 namespace quantmoe {
 namespace {
 
-// Seconds from when all lanes have threads, lane 0 being the last to start (qm_parallel_threads), to when the last one
+// Seconds from when all lanes have threads, lane 0 being the last to start (start_threads), to when the last one
 // is done.
 template <typename Body>
 double seconds(int64_t lanes, const Body& body) {
@@ -26,7 +27,7 @@ double seconds(int64_t lanes, const Body& body) {
     body(i);
     end[i] = Clock::now();
   };
-  qm_parallel_threads(
+  start_threads(
       nullptr, [](void* f, size_t i) { (*static_cast<decltype(lane)*>(f))(static_cast<int64_t>(i)); },
       const_cast<void*>(static_cast<const void*>(&lane)), static_cast<size_t>(lanes));
   return std::chrono::duration<double>(*std::max_element(end.begin(), end.end()) -

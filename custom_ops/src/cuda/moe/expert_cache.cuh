@@ -15,18 +15,11 @@
 // because the host's part takes longer. Which misses are copied changes from call to call. Empty slots are filled
 // first.
 #pragma once
+#include "cuda/common/experts_memory.h"
 #include "cuda/common/kernels.cuh"
 #include "cuda/common/ptx.cuh"
 
 namespace quantmoe {
-
-// What lives as long as the cache; zeros are an empty one. Then int32 slot_of[experts] and expert_of[slots], plus one,
-// and uint32 used[slots], the step of the last use.
-struct CacheState {
-  qm_cuda_cache_counts counts;
-  uint32_t step, padding;
-};
-static_assert(sizeof(CacheState) == QM_CUDA_SLOT_OF);
 
 // One expert to copy: its index, and where to.
 struct alignas(16) ExpertCopy {
@@ -50,7 +43,7 @@ struct CacheParams {
   int* copy_count;
   // Of the host's part.
   int host_share, host_layer;  // share 0: there is none
-  qm_cuda_host host;
+  HostPlaces host;
   uint64_t* asked;    // of this call, 0: nothing
   int32_t* kept_ids;  // [pairs]
   const uint16_t* x;  // [tokens, columns]
@@ -60,7 +53,7 @@ struct CacheParams {
 
 struct AddParams {
   const uint64_t* asked;
-  qm_cuda_host host;
+  HostPlaces host;
   void* out;  // T [tokens, columns]
   int columns;
 };
@@ -127,7 +120,7 @@ __device__ __forceinline__ void ask_host(const CacheParams& params, const int* w
     params.host.x[i] = params.is_bf16 ? Half<__nv_bfloat16>::low(params.x[i]) : Half<__half>::low(params.x[i]);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  volatile qm_cuda_request& request = *params.host.request;
+  volatile qm_cuda_host& request = *params.host.request;
   request.layer = params.host_layer, request.tokens = routing.tokens, request.top_k = routing.top_k;
   __threadfence_system();  // for all threads, which the barrier puts before it: a fence of each takes longer
   request.asked = asked;

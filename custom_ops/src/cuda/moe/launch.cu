@@ -462,7 +462,7 @@ Call call_of(const MoEProblem& problem, const LayerPlan& plan, const qm_cuda_cal
   if (!problem.host_share) return call;
   cache.host_share = problem.host_share;
   cache.host_layer = problem.host_layer;
-  cache.host = experts.host;
+  cache.host = host_places(experts.host, moe.hidden_size);
   cache.asked = reinterpret_cast<uint64_t*>(workspace + plan.kept);
   cache.kept_ids = reinterpret_cast<int32_t*>(workspace + plan.kept + kKeptIds);
   cache.x = static_cast<const uint16_t*>(tensors.hidden_states);

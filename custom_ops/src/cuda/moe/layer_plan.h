@@ -64,7 +64,7 @@ struct LayerPlan {
   int32_t max_tiles, down_max_tiles;  // capacities of the lists of tiles
   // Byte offsets into the workspace. down_tiles equals tiles if both products read one list. A cache has `where`, the
   // address of each expert's row of w13, then of w2, and `copies`, the number of copies, then the copies. A host has
-  // `kept`: the number of qm_cuda_request::asked, and 16 bytes later int32 ids [tokens, top_k] of the device's pairs.
+  // `kept`: the number of qm_cuda_host::asked, and 16 bytes later int32 ids [tokens, top_k] of the device's pairs.
   uint64_t tiles, down_tiles, sorted_pairs, positions, where, copies, kept, workspace_bytes;
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/common/experts_memory.h"
 #include "cuda/common/layout.h"
 #include "cuda/common/operators.h"
 #include "cuda/moe/heuristics.h"
@@ -286,21 +287,6 @@ PlanStep choose_linear(const ProductWeights& weights, int path, int64_t rows) {
 }
 
 }  // namespace
-}  // namespace quantmoe
-
-using namespace quantmoe;
-
-int qm_cuda_cache_bytes(const qm_moe* moe, int64_t local_experts, int32_t slots, size_t* slot_bytes,
-                        size_t* state_bytes, char* err) {
-  MarlinRow w13{}, w2{};
-  if (!marlin_row_of(*moe, 13, &w13) || !marlin_row_of(*moe, 2, &w2))
-    return fail(err, QM_INVALID, "attributes of packed experts are not valid");
-  *slot_bytes = quantmoe::slot_bytes(w13, w2);
-  *state_bytes = QM_CUDA_SLOT_OF + 4 * (static_cast<size_t>(local_experts) + 2 * static_cast<size_t>(slots));
-  return QM_OK;
-}
-
-namespace quantmoe {
 
 int plan_moe(const void* node, const qm_cuda_call& call, const qm_cuda_device& device, qm_cuda_node_plan& made,
              char* err) {
@@ -317,6 +303,8 @@ int plan_moe(const void* node, const qm_cuda_call& call, const qm_cuda_device& d
   plan.path = layer.path;
   append_steps(layer, allocate(layer, &plan), &plan);
   made.workspace_bytes = plan.workspace_bytes;
+  made.slot_bytes = slot_bytes(layer.w13, layer.w2);
+  made.state_bytes = cache_state_bytes(problem.local_experts, problem.slots);
   return QM_OK;
 }
 

@@ -104,10 +104,11 @@ int launch_gather(const void* node, const qm_cuda_node_plan&, const qm_cuda_call
 
 using namespace quantmoe;
 
-int qm_cuda_clear_box(int32_t world, void* box, void* stream, char* err) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  cudaError_t error = cudaMemsetAsync(box, 0, box_bytes(world), queue);
+int qm_cuda_allocate_box(int32_t world, void** box, char* err) {
+  QM_TRY(qm_cuda_allocate(box_bytes(world), box, err));
+  cudaError_t error = cudaMemsetAsync(*box, 0, box_bytes(world), nullptr);
   if (error == cudaSuccess)
-    error = cudaMemsetAsync(static_cast<char*>(box) + few_at(), 0xff, parts_at(world) - few_at(), queue);
+    error = cudaMemsetAsync(static_cast<char*>(*box) + few_at(), 0xff, parts_at(world) - few_at(), nullptr);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
   return report(error, err);
 }

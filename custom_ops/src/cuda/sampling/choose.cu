@@ -8,16 +8,6 @@
 namespace quantmoe {
 namespace {
 
-struct Places {  // in the workspace
-  size_t maxima, listed, scores, end;
-};
-Places places_of(const qm_cuda_choice_problem& problem) {
-  const size_t batch = problem.batch, maxima = (batch * sizeof(ChoiceRow) + 255) / 256 * 256;
-  const size_t listed = maxima + batch * kChoiceThreads * sizeof(uint32_t);
-  const size_t scores = listed + batch * kListed * sizeof(uint64_t);
-  return {maxima, listed, scores, scores + batch * problem.vocabulary * sizeof(float)};
-}
-
 // Blocks of a row, a power of two. All of them run at once with all other rows' blocks.
 cudaError_t blocks_of(int batch, int* blocks) {
   int device, multiprocessors;
@@ -31,7 +21,7 @@ cudaError_t blocks_of(int batch, int* blocks) {
 template <typename T>
 cudaError_t launch(ChoiceParams params, int blocks, cudaStream_t stream) {
   void* given[] = {&params};
-  const dim3 grid(blocks, params.problem.batch);
+  const dim3 grid(blocks, params.choice.batch);
   const auto kernel = reinterpret_cast<const void*>(choose<T>);
   return blocks == 1 ? cudaLaunchKernel(kernel, grid, kChoiceThreads, given, 0, stream)
                      : cudaLaunchCooperativeKernel(kernel, grid, kChoiceThreads, given, 0, stream);
@@ -42,34 +32,26 @@ cudaError_t launch(ChoiceParams params, int blocks, cudaStream_t stream) {
 
 using namespace quantmoe;
 
-size_t qm_cuda_choice_bytes(const qm_cuda_choice_problem* problem) { return places_of(*problem).end; }
-
-int qm_cuda_launch_choice(const qm_cuda_choice_problem* problem, const qm_cuda_choice_tensors* tensors, void* stream,
-                          char* err) {
-  if (problem->vocabulary < 1 || problem->vocabulary > 1 << kIdBits)
-    return fail(err, QM_UNSUPPORTED, "a vocabulary of %d tokens, expected 1 to %d", problem->vocabulary, 1 << kIdBits);
-  if (problem->batch < 1 || problem->batch > 65535)
-    return fail(err, QM_UNSUPPORTED, "%d rows, expected 1 to 65535", problem->batch);
+int qm_cuda_launch_choice(const qm_cuda_choice* choice, void* stream, char* err) {
+  if (choice->vocabulary < 1 || choice->vocabulary > 1 << kIdBits)
+    return fail(err, QM_UNSUPPORTED, "a vocabulary of %d tokens, expected 1 to %d", choice->vocabulary, 1 << kIdBits);
+  if (choice->batch < 1 || choice->batch > 65535)
+    return fail(err, QM_UNSUPPORTED, "%d rows, expected 1 to 65535", choice->batch);
   const auto queue = static_cast<cudaStream_t>(stream);
-  const Places places = places_of(*problem);
-  const auto at = static_cast<char*>(tensors->workspace);
-  const bool adjusts = tensors->bias || tensors->allowed || tensors->counts || tensors->history;
-  ChoiceParams params{*problem,
-                      *tensors,
-                      reinterpret_cast<ChoiceRow*>(at),
-                      reinterpret_cast<uint32_t*>(at + places.maxima),
-                      reinterpret_cast<uint64_t*>(at + places.listed),
-                      adjusts ? reinterpret_cast<float*>(at + places.scores) : nullptr,
-                      3};
-  while (1 << params.id_bits < problem->vocabulary) params.id_bits += 3;
-  if (params.problem.top_k >= problem->vocabulary) params.problem.top_k = 0;
+  auto* const listed = static_cast<uint64_t*>(choice->workspace);
+  auto* const maxima = reinterpret_cast<uint32_t*>(listed + size_t{kListed} * choice->batch);
+  auto* const rows = reinterpret_cast<ChoiceRow*>(maxima + size_t{kChoiceThreads} * choice->batch);
+  ChoiceParams params{*choice, rows, maxima, listed, 3};
+  if (!(choice->bias || choice->allowed || choice->counts || choice->history)) params.choice.scores = nullptr;
+  while (1 << params.id_bits < choice->vocabulary) params.id_bits += 3;
+  if (params.choice.top_k >= choice->vocabulary) params.choice.top_k = 0;
   int blocks;
-  cudaError_t error = blocks_of(problem->batch, &blocks);
-  if (error == cudaSuccess) error = cudaMemsetAsync(at, 0, problem->batch * sizeof(ChoiceRow), queue);
+  cudaError_t error = blocks_of(choice->batch, &blocks);
+  if (error == cudaSuccess) error = cudaMemsetAsync(rows, 0, choice->batch * sizeof(ChoiceRow), queue);
   if (error == cudaSuccess)
-    error = problem->type == QM_F32   ? launch<float>(params, blocks, queue)
-            : problem->type == QM_F16 ? launch<half>(params, blocks, queue)
-                                      : launch<nv_bfloat16>(params, blocks, queue);
+    error = choice->type == QM_F32   ? launch<float>(params, blocks, queue)
+            : choice->type == QM_F16 ? launch<half>(params, blocks, queue)
+                                     : launch<nv_bfloat16>(params, blocks, queue);
   return report(error, err);
 }
 

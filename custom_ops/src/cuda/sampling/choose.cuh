@@ -1,6 +1,6 @@
 // Chooses the next token of each row from its logits: penalties, then temperature, top-k, top-p and min-p, as
-// ort_ext/runtime/choosing/sampling.py does it. Probabilities are f64, and integers when they are added up. So the order of the
-// additions changes nothing, and equal logits and an equal number give an equal token.
+// ort_ext/runtime/choosing/sampling.py does it. Probabilities are f64, and integers when they are added up. So the
+// order of the additions changes nothing, and equal logits and an equal number give an equal token.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,14 +29,15 @@ struct ChoiceRow {
   unsigned long long found, parts[kMostBlocks];
 };
 
+static_assert(sizeof(ChoiceRow) + kChoiceThreads * sizeof(uint32_t) + kListed * sizeof(uint64_t) ==
+              QM_CUDA_CHOICE_WORKSPACE);
+
 struct ChoiceParams {
-  qm_cuda_choice_problem problem;
-  qm_cuda_choice_tensors tensors;
-  ChoiceRow* rows;   // [batch]
-  uint32_t* maxima;  // [batch, kChoiceThreads]
-  uint64_t* listed;  // [batch, kListed]: key << 32 | token
-  float* scores;     // [batch, vocabulary]: logits with penalties; NULL where there are none
-  int id_bits;       // of a token, a multiple of 3
+  qm_cuda_choice choice;  // scores: logits with penalties; NULL where there are none
+  ChoiceRow* rows;        // [batch]
+  uint32_t* maxima;       // [batch, kChoiceThreads]
+  uint64_t* listed;       // [batch, kListed]: key << 32 | token
+  int id_bits;            // of a token, a multiple of 3
 };
 
 __device__ inline float to_f32(float x) { return x; }
@@ -81,22 +82,21 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
   __shared__ uint32_t tau;
   __shared__ double uniform;
   __shared__ int text;
-  const qm_cuda_choice_problem& problem = params.problem;
-  const qm_cuda_choice_tensors& tensors = params.tensors;
+  const qm_cuda_choice& choice = params.choice;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, blocks = gridDim.x, number = blockIdx.y;
-  const int vocabulary = problem.vocabulary, each_block = (vocabulary + blocks - 1) / blocks;
+  const int vocabulary = choice.vocabulary, each_block = (vocabulary + blocks - 1) / blocks;
   const int begin = blockIdx.x * each_block, end = min(begin + each_block, vocabulary);
   ChoiceRow& row = params.rows[number];
   if (thread == 0) {  // from the host's memory, once a block
-    text = tensors.past[number];
-    uniform = tensors.uniform[number];
+    text = choice.past[number];
+    uniform = choice.uniform[number];
     block_best = 0;
   }
   __syncthreads();
   const int past = text;
-  int64_t* const mask = tensors.mask ? tensors.mask + number * problem.capacity : nullptr;
+  int64_t* const mask = choice.mask ? choice.mask + number * choice.capacity : nullptr;
   if (past < 0) {
-    if (blockIdx.x == 0 && thread == 0 && mask) mask[problem.column] = 0;
+    if (blockIdx.x == 0 && thread == 0 && mask) mask[choice.column] = 0;
     return;
   }
 
@@ -116,42 +116,42 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
   };
   const auto finish = [&](int token) {
     if (thread) return;
-    tensors.chosen[number] = token;
+    choice.chosen[number] = token;
     if (token < 0) return;
-    if (tensors.counts) {
-      int32_t& count = tensors.counts[int64_t{number} * vocabulary + token];
+    if (choice.counts) {
+      int32_t& count = choice.counts[int64_t{number} * vocabulary + token];
       count = (count | 1) + 2;
     }
-    if (tensors.history) tensors.history[number * problem.longest + past] = token;
+    if (choice.history) choice.history[number * choice.longest + past] = token;
     if (!mask) return;
-    tensors.ids[number] = token, tensors.positions[number] = past;
-    if (problem.column_before >= 0) mask[problem.column_before] = 0;
+    choice.ids[number] = token, choice.positions[number] = past;
+    if (choice.column_before >= 0) mask[choice.column_before] = 0;
     if (past) mask[past - 1] = 1;
-    mask[problem.column] = 1;
+    mask[choice.column] = 1;
   };
 
-  const T* const logits = static_cast<const T*>(tensors.logits) + int64_t{number} * vocabulary;
-  float* const scores = params.scores ? params.scores + int64_t{number} * vocabulary : nullptr;
+  const T* const logits = static_cast<const T*>(choice.logits) + int64_t{number} * vocabulary;
+  float* const scores = choice.scores ? choice.scores + int64_t{number} * vocabulary : nullptr;
   bool finite = true;
   if (scores) {
-    const int32_t* const counts = tensors.counts ? tensors.counts + int64_t{number} * vocabulary : nullptr;
+    const int32_t* const counts = choice.counts ? choice.counts + int64_t{number} * vocabulary : nullptr;
     const uint32_t* const allowed =
-        tensors.allowed ? tensors.allowed + int64_t{number} * ((vocabulary + 31) / 32) : nullptr;
+        choice.allowed ? choice.allowed + int64_t{number} * ((vocabulary + 31) / 32) : nullptr;
     for (int i = begin + thread; i < end; i += kChoiceThreads) {
       const float x = to_f32(logits[i]);
       finite &= isfinite(x);
       double score = x;
-      if (tensors.bias) score += tensors.bias[i];
+      if (choice.bias) score += choice.bias[i];
       const int count = counts ? counts[i] : 0;
-      if (count && problem.repetition != 1) score = score < 0 ? score * problem.repetition : score / problem.repetition;
-      if (count > 1) score -= problem.presence + problem.frequency * (count >> 1);
+      if (count && choice.repetition != 1) score = score < 0 ? score * choice.repetition : score / choice.repetition;
+      if (count > 1) score -= choice.presence + choice.frequency * (count >> 1);
       if (allowed && !(allowed[i / 32] >> i % 32 & 1)) score = -INFINITY;
       scores[i] = static_cast<float>(score);
     }
-    if (tensors.history) {  // what followed the text's last tokens before
+    if (choice.history) {  // what followed the text's last tokens before
       __syncthreads();
-      const int32_t* const history = tensors.history + number * problem.longest;
-      const int size = problem.ngram;
+      const int32_t* const history = choice.history + number * choice.longest;
+      const int size = choice.ngram;
       for (int i = thread; i + size <= past; i += kChoiceThreads) {
         bool same = true;
         for (int j = 0; same && j < size - 1; ++j) same = history[i + j] == history[past - size + 1 + j];
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
   meet();
   best = __ldcg(&row.best);
   const bool not_finite = __ldcg(&row.not_finite), none = best >> 32 <= key_of(-INFINITY);
-  if (not_finite || none || problem.temperature == 0) {
+  if (not_finite || none || choice.temperature == 0) {
     if (blockIdx.x == 0) finish(not_finite ? -1 : none ? -2 : static_cast<int>(~static_cast<uint32_t>(best)));
     return;
   }
@@ -233,16 +233,16 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
     for (int k = 0; k < 8; ++k) v[k] = sums[k];
   };
   const auto probability = [&](uint32_t key) {  // divided by the likeliest token's
-    return exp((static_cast<double>(number_of(key)) - number_of(best >> 32)) / problem.temperature);
+    return exp((static_cast<double>(number_of(key)) - number_of(best >> 32)) / choice.temperature);
   };
   const auto weight = [&](uint32_t key) { return __double2ull_rn(probability(key) * kUnit); };
   const auto wanted_of = [&](uint64_t total) {  // what must be left of it: all but less than 1 - top_p
-    const auto removed = static_cast<uint64_t>((1 - problem.top_p) * static_cast<double>(total));
+    const auto removed = static_cast<uint64_t>((1 - choice.top_p) * static_cast<double>(total));
     return removed < total ? total - removed : 1;
   };
 
   // The likeliest tokens are listed: all from tau on, the wanted-th largest of the groups' maxima.
-  const int wanted = problem.top_k ? problem.top_k : problem.top_p < 1 ? kSure : 0;
+  const int wanted = choice.top_k ? choice.top_k : choice.top_p < 1 ? kSure : 0;
   const bool listing = wanted && wanted <= kMostWanted;
   uint64_t found[8] = {};  // the weight of all tokens, and of those that are listed
   uint64_t* const list = params.listed + int64_t{number} * kListed;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
     __syncthreads();
     for (int i = begin + thread; i < end; i += kChoiceThreads) {
       const uint32_t key = key_at(i);
-      const uint64_t own = problem.top_k ? 0 : weight(key);
+      const uint64_t own = choice.top_k ? 0 : weight(key);
       found[0] += own;
       if (key < tau) continue;
       found[1] += own;
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
     }
     together(found);
     count = __ldcg(&row.listed);
-    small = count <= kListed && (problem.top_k || found[1] >= wanted_of(found[0]));
+    small = count <= kListed && (choice.top_k || found[1] >= wanted_of(found[0]));
     if (small) {
       if (blockIdx.x) return;
       alone = true;
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
   const auto kept = [&](uint32_t key, uint32_t id) {
     if (rank(key, id) < least) return uint64_t{0};
     const double own = probability(key);
-    return own < problem.min_p ? uint64_t{0} : static_cast<uint64_t>(__double2ull_rn(own * kUnit));
+    return own < choice.min_p ? uint64_t{0} : static_cast<uint64_t>(__double2ull_rn(own * kUnit));
   };
   const auto total = [&](auto weigh_one) {
     uint64_t v[8] = {};
@@ -365,13 +365,13 @@ __global__ void __launch_bounds__(kChoiceThreads, 2) choose(const ChoiceParams p
     together(v);
     return v[0];
   };
-  if (problem.top_k)
+  if (choice.top_k)
     least = search(
-                key_bits, problem.top_k, [&](uint32_t key, uint32_t) { return uint64_t{key >> spare}; },
+                key_bits, choice.top_k, [&](uint32_t key, uint32_t) { return uint64_t{key >> spare}; },
                 [](uint32_t, uint32_t) { return uint64_t{1}; })
             << id_bits;
-  if (problem.top_p < 1)
-    least = search(key_bits + id_bits, wanted_of(problem.top_k ? total(weigh) : found[0]), rank, weigh);
+  if (choice.top_p < 1)
+    least = search(key_bits + id_bits, wanted_of(choice.top_k ? total(weigh) : found[0]), rank, weigh);
   // The uniform number says in whose share of the weight, first tokens first, the chosen one is.
   const bool shared = !alone;
   alone = true;
