@@ -4,6 +4,9 @@ import os
 import sys
 from importlib.resources import files
 
+#: the operators' domain in ONNX
+DOMAIN = "quantmoe"
+
 
 def native_name(stem: str) -> str:
     """File name of a native library: ``quantmoe.dll`` (Windows), ``libquantmoe.dylib`` (macOS), ``libquantmoe.so``."""

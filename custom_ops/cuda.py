@@ -90,7 +90,7 @@ def _plan_one(spec: Spec, device: Device, lib: ctypes.CDLL, **sizes: int) -> Nod
     elif isinstance(spec, MoESpec):
         kind = _type_of(spec.w13 if spec.w13.format in FLOATS else spec.w2)
         experts = spec.num_experts - spec.expert_offset
-    return plan_node(spec, kind, 1, 1, device, lib, experts, **sizes)
+    return plan_node(spec, kind, 1, tokens=1, device=device, lib=lib, experts=experts, **sizes)
 
 
 def _type_of(weights: Projection) -> str:
@@ -129,6 +129,7 @@ def plan_node(
     spec: Spec,
     dtype: str,
     batch: int,
+    *,
     tokens: int,
     device: Device = H200,
     lib: ctypes.CDLL | None = None,
@@ -146,20 +147,23 @@ def plan_node(
         ValueError: the library's sentence about an attribute or a shape.
     """
     free = {letter: 1 for letter in "HKLMNPR"} | {"B": batch, "S": tokens, "..": [batch, tokens], **sizes}
-    return plan_shapes(spec, dtype, input_shapes(spec.OPERATOR, spec.attributes(), free), device, lib, experts)
+    return plan_shapes(
+        spec, dtype, input_shapes(spec.OPERATOR, spec.attributes(), free), device=device, lib=lib, experts=experts
+    )
 
 
 def plan_shapes(
     spec: Spec,
     dtype: str,
     shapes: Sequence[Sequence[int] | None],
+    *,
     device: Device = H200,
     lib: ctypes.CDLL | None = None,
     experts: int = 1,
 ) -> NodePlan:
     """Plan a call as :func:`plan_node`, for inputs of these shapes."""
     found, given = NodePlan(), tensors(spec, dtype, shapes, experts)
-    plan_call(lib or library(), spec.OP, node(native.library(), spec), NodeCall(given), device, found)
+    plan_call(lib or library(), spec.OP, node(native.library(), spec), call=NodeCall(given), device=device, found=found)
     return found
 
 
@@ -178,7 +182,7 @@ def tensors(
 
 
 def plan_call(
-    lib: ctypes.CDLL, op: str, own: ctypes.Structure, call: NodeCall, device: Device, found: ctypes.Structure
+    lib: ctypes.CDLL, op: str, own: ctypes.Structure, *, call: NodeCall, device: Device, found: ctypes.Structure
 ) -> None:
     """qm_cuda_plan_node.
 

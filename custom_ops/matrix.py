@@ -29,7 +29,7 @@ SCALE_DTYPES = {
 PLANE_INTEGERS = ("int2", "int3", "int5", "int6")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedMatrix:
     """One projection of one expert (N output features, K input features), losslessly as the checkpoint has it.
 

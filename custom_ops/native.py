@@ -155,6 +155,7 @@ def quantize(
     weight: np.ndarray,
     kind: str,
     group_size: int,
+    *,
     scale_type: str,
     zero_points: bool = False,
     importance: np.ndarray | None = None,
@@ -177,13 +178,24 @@ def quantize(
     own = None if importance is None else np.ascontiguousarray(importance, np.float32)
     if own is not None and own.shape != (k,):
         raise ValueError(f"importance has shape {list(own.shape)}, expected [{k}]")
-    enums = (enum("format")[kind], group_size, enum("scale_type")[scale_type], int(zero_points))
-    pointers = (weight.ctypes.data, None if own is None else own.ctypes.data)
-    given = _Quantization(*enums, TYPES[weight.dtype], n, k, *pointers, 1 / (global_scale or 1))
+    given = _Quantization(
+        format=enum("format")[kind],
+        group_size=group_size,
+        scale_type=enum("scale_type")[scale_type],
+        zero_points=zero_points,
+        type=TYPES[weight.dtype],
+        n=n,
+        k=k,
+        weights=weight.ctypes.data,
+        importance=None if own is None else own.ctypes.data,
+        factor=1 / (global_scale or 1),
+    )
     found = _Matrix(codes=codes.ctypes.data, scales=scales.ctypes.data)
     found.zero_points = None if zeros is None else zeros.ctypes.data
     checked(library().qm_quantize, ctypes.byref(given), ctypes.byref(found), *_pool())
-    return QuantizedMatrix(kind, codes, scales, group_size, zero_points=zeros, global_scale=global_scale)
+    return QuantizedMatrix(
+        kind=kind, codes=codes, scales=scales, group_size=group_size, zero_points=zeros, global_scale=global_scale
+    )
 
 
 def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:

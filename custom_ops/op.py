@@ -5,13 +5,12 @@ Torch-free and engine-free: the exporter, the layouts, the reference and the tes
 
 from __future__ import annotations
 
+from quantmoe.custom_ops import DOMAIN as DOMAIN
 from quantmoe.custom_ops import nodes
 from quantmoe.custom_ops.nodes import Projection as Projection
 from quantmoe.custom_ops.schema import Spec as Spec
 from quantmoe.custom_ops.schema import schema
 from quantmoe.custom_ops.tensor_shapes import named_size
-
-DOMAIN = "quantmoe"
 
 
 def enum(kind: str) -> dict[str, int]:

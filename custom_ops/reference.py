@@ -381,6 +381,7 @@ def decode_cache(spec: AttentionSpec, stored: np.ndarray, scale: float) -> np.nd
     return stored[..., :-4].astype(np.float64) * own
 
 
+# over 60 lines: the attributes of CachedAttention, in the order of its arithmetic
 def attention(
     spec: AttentionSpec,
     qkv: np.ndarray,

@@ -36,7 +36,7 @@ class Attribute:
         return {"i": int, "f": float}.get(self.kind, str)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operator:
     """An operator.
 
@@ -135,18 +135,18 @@ def parse(text: str) -> Schema:
         optional |= {name for (name,) in of("STRING", op)}
         engines = frozenset(engine for engine in ("CPU", "CUDA") if of(engine, op))
         operators[op] = Operator(
-            op,
-            name_c,
-            int(version),
-            inputs,
-            outputs,
-            own,
-            projections,
-            shapes,
-            sizes,
-            frozenset(optional),
-            more,
-            engines,
+            name=op,
+            name_c=name_c,
+            version=int(version),
+            inputs=inputs,
+            outputs=outputs,
+            own=own,
+            projections=projections,
+            shapes=shapes,
+            sizes=sizes,
+            optional=frozenset(optional),
+            optional_inputs=more,
+            engines=engines,
         )
     return Schema(operators, projection, enums)
 

@@ -24,16 +24,16 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
 from quantmoe.exporter.folder.files import FILES
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
+from quantmoe.exporter.folder.reply_formats import FORMATS as REPLIES
 from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import FORMATS, REFUSED
-from quantmoe.exporter.reading.formats.base import Format
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gguf import REFUSED as REFUSED_TYPES
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.families import FAMILIES
 from quantmoe.exporter.reading.gguf.header import TYPES
-from quantmoe.exporter.reading.reply_formats import FORMATS as REPLIES
+from quantmoe.exporter.reading.weights.base import Format
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.targets.ort import TAKEN
 
 HERE = Path(__file__).resolve().parent
@@ -48,7 +48,7 @@ NOTES = {
     "doge": "exporter/graph/architectures/doge.py",
     "inkling": "exporter/graph/architectures/inkling.py",
     "inkling2": "exporter/graph/architectures/inkling2.py",
-    "kv-cache": "exporter/reading/formats/kv_cache.py",
+    "kv-cache": "exporter/reading/weights/kv_cache.py",
     "gguf": "exporter/reading/gguf/__init__.py",
     "genai": "exporter/writing/genai.py",
     "slices": "exporter/reading/slices.py",

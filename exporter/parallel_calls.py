@@ -11,7 +11,7 @@ from typing import TypeVar
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.reading.formats.rounding import PIECE
+from quantmoe.exporter.reading.weights.rounding import PIECE
 from quantmoe.exporter.targets import of_layout
 
 T = TypeVar("T")

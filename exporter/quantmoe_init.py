@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from quantmoe.benchmarks.quality.evaluate import evaluate
     from quantmoe.exporter.choosing.options import Options
     from quantmoe.exporter.errors import CheckpointError, ContextError, ModelError, OptionError
+    from quantmoe.exporter.folder.sampling_options import Sampling
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
-    from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.exporter.writing.convert import export
     from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
     from quantmoe.ort_ext import library_path as ort_library_path
     from quantmoe.runtime.cache import Cache
     from quantmoe.runtime.chat import Chat, TemplateArguments, Text
-    from quantmoe.runtime.constraint import Grammar
+    from quantmoe.runtime.choosing.constraint import Grammar
     from quantmoe.runtime.generate import Generated, Generator
     from quantmoe.trt_plugins import library_path as trt_library_path
 
 #: where each name is: imported when asked for, since each command needs other packages
 _LAZY = {"Cache": "runtime.cache", "Chat": "runtime.chat", "CheckpointError": "exporter.errors",
          "ContextError": "exporter.errors", "Generated": "runtime.generate", "Generator": "runtime.generate",
-         "Grammar": "runtime.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
-         "Options": "exporter.choosing.options", "Sampling": "exporter.reading.sampling",
+         "Grammar": "runtime.choosing.constraint", "ModelError": "exporter.errors", "OptionError": "exporter.errors",
+         "Options": "exporter.choosing.options", "Sampling": "exporter.folder.sampling_options",
          "TemplateArguments": "runtime.chat", "Text": "runtime.chat", "bench": "benchmarks.bench",
          "evaluate": "benchmarks.quality.evaluate", "export": "exporter.writing.convert",
          "inspect": "exporter.inspecting.inspect", "unpack": "exporter.inspecting.unpack"}  # fmt: skip

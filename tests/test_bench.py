@@ -151,7 +151,16 @@ def test_cycle_keeps_the_distribution_and_touches_everything_before_again() -> N
 
 
 def test_target_and_floor() -> None:
-    timing = bench.Timing("s", "int4", 32, 1, 10**9, 10**12, 1.0, {})
+    timing = bench.Timing(
+        shape="s",
+        weight_format="int4",
+        group_size=32,
+        tokens=1,
+        touched_bytes=10**9,
+        operations=10**12,
+        ms=1.0,
+        peers={},
+    )
     (memory,) = timing.cells(2, read=10e9, peak=1e15)
     assert (memory.floor_ms, memory.target_ms) == (pytest.approx(100), pytest.approx(100 / 0.85))
     assert (memory.peer, memory.peer_ms) == (None, None)
@@ -174,7 +183,22 @@ def test_ranges_of_tokens() -> None:
 
 
 def test_the_worst_cell() -> None:
-    cell = LayerCell("a", "int4", 32, 4, 1, 1.0, 1.0, 1.0, None, None, 1.0, 1.0, 0.5, 0.6)
+    cell = LayerCell(
+        shape="a",
+        weight_format="int4",
+        group_size=32,
+        tokens=4,
+        threads=1,
+        ms=1.0,
+        gbps=1.0,
+        gops=1.0,
+        peer=None,
+        peer_ms=None,
+        read_gbps=1.0,
+        vnni_gops=1.0,
+        floor_ms=0.5,
+        target_ms=0.6,
+    )
     slow = dataclasses.replace(cell, ms=2.0, tokens=8)
     assert bench.worst([slow, cell]) == "worst: 25% of the floor, a int4 group 32, 8 tokens"
     beside = [dataclasses.replace(c, peer="p", peer_ms=ms) for c, ms in ((slow, 3.0), (cell, 1.25))]

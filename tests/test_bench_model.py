@@ -255,7 +255,17 @@ def test_ratio_is_of_neighbours() -> None:
     assert (first.tokens_per_second, first.peer_tokens_per_second) == (4, pytest.approx(8 / 3))
     assert first.bandwidth_share == pytest.approx(0.2)
     (alone,) = cells(TimedStep("prefill", 50, 0, 1), {"ours": [2.0]}, None, 10e9)
-    assert alone == ModelCell("prefill", 50, 0, 1, 2000, 2000, 25, None, None)
+    assert alone == ModelCell(
+        step="prefill",
+        tokens=50,
+        depth=0,
+        batch=1,
+        ms=2000,
+        ms_min=2000,
+        tokens_per_second=25,
+        bytes=None,
+        bandwidth_share=None,
+    )
 
 
 def test_a_side_that_begins_again_is_warm() -> None:
@@ -277,7 +287,7 @@ def test_a_side_that_begins_again_is_warm() -> None:
 
     side = Side()
     wanted = [TimedStep("prefill", 300, 0, 1), TimedStep("decode", 1, 0, 1)]
-    _timings(Console(quiet=True), {"ours": side}, wanted, 1, 3, 64)  # type: ignore[dict-item]
+    _timings(Console(quiet=True), {"ours": side}, wanted, repeat=1, steps=3, room=64)  # type: ignore[dict-item]
     assert side.calls == [("prefill", WARM), ("prefill", 300)] * 2 + [("decode", WARM), ("decode", 3)] * 2
 
 

@@ -33,7 +33,9 @@ from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.command_arguments import EXTRAS, listed
 from quantmoe.exporter.commands.generate import speed
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
+from quantmoe.exporter.folder.files import LFS_POINTER
+from quantmoe.exporter.reading.checkpoint import Checkpoint
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
@@ -506,7 +508,7 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
     found.get(str(PACKAGE / "ort_ext" / "__init__.py"), set()).discard("onnxruntime")
     found.pop(str(PACKAGE / "exporter" / "reading" / "hub.py"), None)  # huggingface_hub, where it is installed
     if command == "inspect":  # which makes no tokenizer and decodes no blocks, as these functions do
-        for file in ("reading/tokenizer.py", "reading/gguf/tokenizer.py", "reading/gguf/codebooks.py"):
+        for file in ("folder/tokenizer.py", "reading/gguf/tokenizer.py", "reading/gguf/codebooks.py"):
             found.pop(str(PACKAGE / "exporter" / file))
     names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
     names -= {"llama_cpp", "onnxruntime_genai"} if command == "bench" else set()  # --against says what to install

@@ -47,7 +47,8 @@ def test_no_locale_changes_a_template(tmp_path: Path, template: str) -> None:
         (tmp_path / template).write_text(text, encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
     code = (
-        "import locale, sys; from pathlib import Path; from quantmoe.exporter.reading.template import load_template\n"
+        "import locale, sys; from pathlib import Path\n"
+        "from quantmoe.exporter.folder.chat_template import load_template\n"
         "text = load_template(Path(sys.argv[1])).render([{'role': 'user', 'content': 'a'}])\n"
         "print(locale.getpreferredencoding(), ascii(text))"
     )

@@ -107,7 +107,7 @@ def test_a_float_export_predicts_what_transformers_does(checkpoint: Path, exact:
 @pytest.mark.parametrize("layers", [False, True])
 def test_a_session_of_the_file_itself_gives_all_logits(exact: Path, layers: bool) -> None:
     ids = windows_of(exact, TEXT, WINDOW)[0]
-    with outputs(exact, [ids], layers, 0, lambda tokens: None) as found:
+    with outputs(exact, [ids], layers=layers, threads=0, tell=lambda tokens: None) as found:
         ((logits, _),) = found
         assert (logits.shape[0], len(list(exact.glob("evaluate.partial.onnx")))) == (WINDOW, int(layers))
 
@@ -125,8 +125,8 @@ def test_one_window_is_in_memory(exact: Path, rounded: Path, layers: bool, monke
     most: list[float] = []
 
     @contextlib.contextmanager
-    def counted(*arguments: object) -> Iterator[Iterator[Outputs]]:
-        with outputs(*arguments) as found:
+    def counted(*arguments: object, **named: object) -> Iterator[Iterator[Outputs]]:
+        with outputs(*arguments, **named) as found:
             yield map(kept, found)
 
     def kept(found: Outputs) -> Outputs:

@@ -12,7 +12,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import outline
-from quantmoe.exporter.reading.formats.rounding import quantized
+from quantmoe.exporter.reading.weights.rounding import quantized
 
 #: kind, group size, type of scales, zero points
 FORMATS = [
@@ -50,7 +50,7 @@ def errors(m: QuantizedMatrix, w: np.ndarray, importance: np.ndarray | None = No
 def to_nearest(w: np.ndarray, kind: str, group_size: int, scale_type: str, factor: float | None) -> QuantizedMatrix:
     scaled = w.astype(np.float64) / (factor or 1)
     codes, scales = SCHEMES[kind].quantize(scaled, group_size, SCALE_DTYPES[scale_type])
-    return QuantizedMatrix(kind, codes, scales, group_size, global_scale=factor)
+    return QuantizedMatrix(kind=kind, codes=codes, scales=scales, group_size=group_size, global_scale=factor)
 
 
 @pytest.mark.parametrize(("kind", "group_size", "scale_type", "zero_points"), FORMATS[:8])
@@ -61,7 +61,12 @@ def test_no_group_is_worse_than_to_nearest(
     """The largest magnitude at the largest code is one of the scales that are tried, but for an ulp of bf16."""
     w = weights(40, k)
     factor = float(np.abs(w.astype(np.float64)).max() / (4 * 448)) if kind == "nvfp4" else None
-    found = errors(native.quantize(w, kind, group_size, scale_type, zero_points, None, factor), w)
+    found = errors(
+        native.quantize(
+            w, kind, group_size, scale_type=scale_type, zero_points=zero_points, importance=None, global_scale=factor
+        ),
+        w,
+    )
     nearest = errors(to_nearest(w, kind, group_size, scale_type, factor), w)
     if not zero_points:
         assert (found <= nearest * (1 + 2**-8)).all()
@@ -74,7 +79,9 @@ def test_groups_of_int4_are_as_good_as_an_exhaustive_search(zero_points: bool, w
     """Every zero point, and scales 0.25 % apart. The search may miss a little in a group, and 1 % in all."""
     w, rng = weights(30, 32, 1, np.float32), np.random.default_rng(2)
     importance = rng.exponential(1, 32).astype(np.float32) if weighted else None
-    found = errors(native.quantize(w, "int4", 32, "f32", zero_points, importance), w, importance)[:, 0]
+    found = errors(
+        native.quantize(w, "int4", 32, scale_type="f32", zero_points=zero_points, importance=importance), w, importance
+    )[:, 0]
     best, x = np.full(len(w), np.inf), w.astype(np.float64)
     for size in np.linspace(0.4, 1.3, 361):
         for zero in range(16) if zero_points else (8,):
@@ -92,7 +99,7 @@ def test_groups_of_int4_are_as_good_as_an_exhaustive_search(zero_points: bool, w
 def test_k_quants_are_near_what_floats_would_give(kind: str, levels: int) -> None:
     """Beside sub-blocks whose scales and minima are floats, found by alternating least squares from forty starts."""
     w = weights(12, 512, 3, np.float32)
-    found = errors(native.quantize(w, kind, 256, "k32"), w).sum()
+    found = errors(native.quantize(w, kind, 256, scale_type="k32"), w).sum()
     x, best = w.astype(np.float64).reshape(-1, 32), np.inf
     low, high = np.minimum(x.min(1), 0)[:, None], x.max(1)[:, None]
     for size in np.linspace(0.5, 1.2, 40):
@@ -108,7 +115,11 @@ def test_k_quants_are_near_what_floats_would_give(kind: str, levels: int) -> Non
 
 def test_more_bits_lose_less() -> None:
     w = weights(16, 1024, 4)
-    lost = [errors(native.quantize(w, *FORMATS[i]), w).sum() for i in (0, 1, 8, 9, 10)]
+    lost = []
+    for i in (0, 1, 8, 9, 10):
+        kind, group_size, scale_type, zero_points = FORMATS[i]
+        found = native.quantize(w, kind, group_size, scale_type=scale_type, zero_points=zero_points)
+        lost.append(errors(found, w).sum())
     assert all(a > b for a, b in pairwise(lost))
 
 
@@ -124,7 +135,7 @@ def test_weights_on_a_grid_come_back() -> None:
             codes = rng.integers(0, 16, (20, 4, 32))
             codes[..., 0] = 7
             w = (SCHEMES[kind].table[codes] * 2.0 ** rng.integers(-9, -4, (20, 4, 1))).reshape(20, 128)
-        m = native.quantize(w.astype(np.float32), kind, group_size, scale_type, zero_points)
+        m = native.quantize(w.astype(np.float32), kind, group_size, scale_type=scale_type, zero_points=zero_points)
         assert (m.dequantize() == w).all()
 
 
@@ -135,7 +146,15 @@ def test_the_same_bytes_for_any_number_of_threads(
     w, made = weights(67, 300, 6, np.float16), []
     for threads in (1, 2, 7):
         monkeypatch.setattr(native, "pack_threads", lambda threads=threads: threads)
-        m = native.quantize(w, kind, group_size, scale_type, zero_points, None, 0.001 if kind == "nvfp4" else None)
+        m = native.quantize(
+            w,
+            kind,
+            group_size,
+            scale_type=scale_type,
+            zero_points=zero_points,
+            importance=None,
+            global_scale=0.001 if kind == "nvfp4" else None,
+        )
         zeros = b"" if m.zero_points is None else m.zero_points.tobytes()
         made.append((m.codes.tobytes(), m.scales.tobytes(), zeros))
     assert made[0] == made[1] == made[2]
@@ -147,7 +166,12 @@ def test_importance_is_what_errors_are_weighted_with(
 ) -> None:
     w, importance = weights(24, 512, 7), np.random.default_rng(8).exponential(1, 512).astype(np.float32) ** 2
     factor = 0.0001 if kind == "nvfp4" else None
-    plain, own = (native.quantize(w, kind, group_size, scale_type, zero_points, i, factor) for i in (None, importance))
+    plain, own = (
+        native.quantize(
+            w, kind, group_size, scale_type=scale_type, zero_points=zero_points, importance=i, global_scale=factor
+        )
+        for i in (None, importance)
+    )
     assert errors(own, w, importance).sum() < errors(plain, w, importance).sum()
 
 
@@ -156,7 +180,15 @@ def test_nothing_and_next_to_nothing(kind: str, group_size: int, scale_type: str
     """Groups of zeros, of one weight, of the smallest numbers, of numbers without a negative one."""
     w = np.zeros((5, 300), np.float32)
     w[1, 7], w[2], w[3] = 1.5, 1e-42, np.linspace(1, 2, 300)
-    m = native.quantize(w, kind, group_size, scale_type, zero_points, None, 1.0 if kind == "nvfp4" else None)
+    m = native.quantize(
+        w,
+        kind,
+        group_size,
+        scale_type=scale_type,
+        zero_points=zero_points,
+        importance=None,
+        global_scale=1.0 if kind == "nvfp4" else None,
+    )
     found = m.dequantize()
     assert np.isfinite(found).all()
     assert not found[0].any()
@@ -167,7 +199,7 @@ def test_nothing_and_next_to_nothing(kind: str, group_size: int, scale_type: str
 
 def test_outlines_are_quantized_once() -> None:
     """A dry run's matrices are ones without memory; what is made of them has none either."""
-    m = quantized(outline((1 << 20, 512), ml_dtypes.bfloat16), None, "int4", 32, "w")
+    m = quantized(outline((1 << 20, 512), ml_dtypes.bfloat16), None, "int4", group_size=32, where="w")
     assert m.shape == (1 << 20, 512)
     assert m.zero_points is not None
     assert not any(array.strides[0] for array in (m.codes, m.scales, m.zero_points))
@@ -176,10 +208,10 @@ def test_outlines_are_quantized_once() -> None:
 def test_what_is_refused() -> None:
     w = weights(4, 64)
     with pytest.raises(ValueError, match="floats are quantized to integers, e2m1 and K-quants, not to format 4"):
-        native.quantize(w, "fp8_e4m3", -1, "f32")
+        native.quantize(w, "fp8_e4m3", -1, scale_type="f32")
     with pytest.raises(ValueError, match="group_size is 64, expected 256"):
-        native.quantize(w, "q4_k", 64, "k32")
+        native.quantize(w, "q4_k", 64, scale_type="k32")
     with pytest.raises(ValueError, match="zero points are of integers"):
-        native.quantize(w, "mxfp4", 32, "e8m0", True)
+        native.quantize(w, "mxfp4", 32, scale_type="e8m0", zero_points=True)
     with pytest.raises(ValueError, match=r"importance has shape \[63\], expected \[64\]"):
-        native.quantize(w, "int4", 32, "bf16", False, np.ones(63, np.float32))
+        native.quantize(w, "int4", 32, scale_type="bf16", zero_points=False, importance=np.ones(63, np.float32))

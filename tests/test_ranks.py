@@ -16,7 +16,7 @@ import pytest
 from checkpoints import TINY, make_checkpoint
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime import ranks
 from quantmoe.runtime.generate import Generator
@@ -47,13 +47,13 @@ ranks.visible_gpus = lambda: ["4", "7"]
 ranks.nccl_id = lambda library: "ab" * 128
 rank, folder = os.environ["RANK"], sys.argv[1]
 class Generator(generate.Generator):
-    def __init__(self, path, threads, *given, device, group, **options):
+    def __init__(self, path, threads, device, group, **options):
         assert (device, group) == ("cuda", "ab" * 128)
-        super().__init__(path, 1, *given, **options)
+        super().__init__(path, 1, **options)
     def finite(self, logits, length):
         return -logits if rank == "1" else logits
-    def generate(self, *given):
-        found = super().generate(*given)
+    def generate(self, *given, **others):
+        found = super().generate(*given, **others)
         Path(folder, f"chose{rank}").write_text(",".join(map(str, found.tokens)))
         return found
 generate.Generator = Generator

@@ -21,8 +21,8 @@ from transformers.generation import (
 )
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
-from quantmoe.runtime.sampling import Penalties, Sampler, largest, probabilities
+from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling, not_applied
+from quantmoe.runtime.choosing.sampling import Penalties, Sampler, largest, probabilities
 
 CASES = [
     Sampling(),
@@ -84,7 +84,9 @@ def test_what_is_kept_and_how_likely_it_is_are_transformers(sampling: Sampling, 
         Sampling(no_repeat_ngram_size=2),
         Sampling(no_repeat_ngram_size=3),
         Sampling(logit_bias={3: 4.5, 999: -2.0, 7: -np.inf}),
-        Sampling(0.6, 20, 0.95, None, 0.02, 1.1, no_repeat_ngram_size=2, logit_bias={5: 1.5, 0: -3.0}),
+        Sampling(
+            0.6, 20, 0.95, min_p=0.02, repetition_penalty=1.1, no_repeat_ngram_size=2, logit_bias={5: 1.5, 0: -3.0}
+        ),
     ],
     ids=str,
 )
@@ -195,9 +197,9 @@ def test_wrong_values_are_named(wrong: dict) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     given = Sampling(
-        np.float32(0.5), np.int64(3), np.float64(0.5), np.uint8(1), logit_bias={np.int32(3): np.float16(2)}
+        np.float32(0.5), np.int64(3), np.float64(0.5), seed=np.uint8(1), logit_bias={np.int32(3): np.float16(2)}
     )
-    assert given == Sampling(0.5, 3, 0.5, 1, logit_bias={3: 2.0})
+    assert given == Sampling(0.5, 3, 0.5, seed=1, logit_bias={3: 2.0})
     with pytest.raises(OptionError, match=r"sampling is 0\.7, expected quantmoe\.Sampling\(\.\.\) or None"):
         Sampler(0.7)
 
@@ -271,7 +273,7 @@ def test_what_is_asked_for_comes_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}', encoding="utf-8")
     assert folder_sampling(tmp_path, top_k=5, seed=None) == Sampling(0.6, 5, repetition_penalty=1.1)
-    assert folder_sampling(tmp_path, temperature=0, seed=3) == Sampling(0, 50, 1.0, 3, repetition_penalty=1.1)
+    assert folder_sampling(tmp_path, temperature=0, seed=3) == Sampling(0, 50, 1.0, seed=3, repetition_penalty=1.1)
     assert folder_sampling(tmp_path, temperature=0, repetition_penalty=1) is None
     path.write_text('{"repetition_penalty": 1.1}', encoding="utf-8")
     assert folder_sampling(tmp_path, min_p=0.1) == Sampling(min_p=0.1, repetition_penalty=1.1)

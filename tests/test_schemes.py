@@ -34,7 +34,7 @@ def test_error_bound(kind: str, n: int, k: int, group_size: int, scale_type: str
     w = np.random.default_rng(seed).normal(0, 1, (n, k))
     w[0] = 0
     codes, scales = scheme.quantize(w, group_size, dtype)
-    m = QuantizedMatrix(kind, codes, scales, group_size)
+    m = QuantizedMatrix(kind=kind, codes=codes, scales=scales, group_size=group_size)
     error = np.abs(m.dequantize() - w)
     # half the widest gap, plus what a rounded scale clips at the ends of the table
     assert (error <= m.expand(scheme.error_bound(scales))).all()
@@ -51,12 +51,20 @@ def test_the_scheme_is_a_format_of_the_op_and_its_zero_is_zero(kind: str) -> Non
 
 def test_zero_points_shift_whole_groups() -> None:
     codes = np.array([[0, 5, 15, 7]], np.uint8)
-    m = QuantizedMatrix("int4", codes, np.ones((1, 2), np.float32), 2, zero_points=np.array([[5, 0]], np.uint8))
+    m = QuantizedMatrix(
+        kind="int4",
+        codes=codes,
+        scales=np.ones((1, 2), np.float32),
+        group_size=2,
+        zero_points=np.array([[5, 0]], np.uint8),
+    )
     assert m.dequantize().tolist() == [[-5, 0, 15, 7]]
 
 
 def test_an_unknown_kind_is_named() -> None:
-    m = QuantizedMatrix("int9", np.zeros((1, 1), np.uint8), np.ones((1, 1), np.float32), -1)
+    m = QuantizedMatrix(
+        kind="int9", codes=np.zeros((1, 1), np.uint8), scales=np.ones((1, 1), np.float32), group_size=-1
+    )
     with pytest.raises(ValueError, match="'int9'; known: int4, int8"):
         m.dequantize()
 
@@ -71,7 +79,7 @@ def test_contributings_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(code) == len(enum("format")), "CONTRIBUTING.md's acme3 has the first code that is free"
     w = np.random.default_rng(0).normal(0, 1, (6, 128))
     codes, scales = SCHEMES["acme3"].quantize(w, 64, SCALE_DTYPES["f16"])
-    m = QuantizedMatrix("acme3", codes, scales, 64)
+    m = QuantizedMatrix(kind="acme3", codes=codes, scales=scales, group_size=64)
     assert (np.abs(m.dequantize() - w) <= m.expand(SCHEMES["acme3"].error_bound(scales))).all()
     for layout in LAYOUTS.values():
         with pytest.raises(ValueError, match="acme3"):

@@ -104,6 +104,41 @@ def test_file(path: Path) -> None:
     assert (found := faults(path)) == [], "\n".join(found)
 
 
+def test_many_fields_are_given_by_name() -> None:
+    """Of dataclasses, at most five by position; ruff counts the arguments of functions (PLR0917)."""
+
+    def by_position(node: ast.ClassDef) -> int:
+        fields = [ast.unparse(field.annotation) for field in node.body if isinstance(field, ast.AnnAssign)]
+        return fields.index("KW_ONLY") if "KW_ONLY" in fields else len(fields)
+
+    seen, found = 0, []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            made = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
+            if isinstance(node, ast.ClassDef) and any("dataclass" in one for one in made):
+                seen += 1
+                if not any("kw_only=True" in one for one in made) and by_position(node) > 5:
+                    found.append(f"{path}: {node.name}")
+    assert seen > 80
+    assert found == []
+
+
+def test_long_functions_say_why() -> None:
+    """A function of more than 60 lines has the reason above it: ``# over 60 lines: ..``."""
+    found, said = [], 0
+    for path in SOURCES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                reason = re.match(r" *# over \d+ lines: ..", lines[first - 2])
+                said += reason is not None
+                if not reason and (size := len(range(node.lineno, node.end_lineno or 0)) + 1) > 60:
+                    found.append(f"{path}: {node.name} has {size} lines")
+    assert said > 10
+    assert found == []
+
+
 def test_help() -> None:
     from quantmoe.benchmarks.bench import app as benches
     from quantmoe.exporter.cli import app

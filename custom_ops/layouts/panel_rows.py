@@ -8,7 +8,7 @@ import numpy as np
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import PLANE_INTEGERS, SCALE_DTYPES
-from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.op import LinearSpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 
@@ -26,7 +26,7 @@ class Pieces:
     width: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PanelRows:
     """A reader of one row of a matrix of 2 to 8 bits.
 
@@ -53,23 +53,22 @@ class PanelRows:
     high_bits: int = 0
 
 
+def _is_read(w: Projection, of_planes: bool) -> bool:
+    """Return whether rows of a packed matrix are codes and scales that :class:`PanelRows` describes."""
+    if (w.format not in ("int4", "int8") and not of_planes) or w.scale_type == "e4m3":
+        return False
+    others = w.zero_points or w.perm or w.bias or w.pre_scale
+    return not (w.format in ("q8_min", "int3") or others or w.block_n != 1 or w.group_size < 1)
+
+
+# over 60 lines: the bytes of a block, counted once for all formats
 def panel_rows(spec: LinearSpec) -> PanelRows | None:
     """Return how to read a row of a packed matrix; None where only a kernel does."""
     w, columns = spec.w, spec.in_features
     scales = SCALE_DTYPES[w.scale_type]
     names = scales.names
     of_planes = names is not None or w.format in PLANE_INTEGERS
-    if (w.format not in ("int4", "int8") and not of_planes) or w.scale_type == "e4m3":
-        return None
-    if (
-        w.format in ("q8_min", "int3")
-        or w.zero_points
-        or w.perm
-        or w.bias
-        or w.pre_scale
-        or w.block_n != 1
-        or w.group_size < 1
-    ):
+    if not _is_read(w, of_planes):
         return None
     bits, block = SCHEMES[w.format].bits, max(32, w.group_size)
     if columns % block:
@@ -83,7 +82,7 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
     blocks = np.arange(columns // block, dtype=np.int64) * size
     stride = len(blocks) * size + 8 * rows
 
-    def pieces(first: int, count: int, apart: int, step: int, dtype: np.dtype | type, width: int = 1) -> Pieces:
+    def pieces(first: int, count: int, apart: int, *, step: int, dtype: np.dtype | type, width: int = 1) -> Pieces:
         """Return ``count`` parts of every block, ``apart`` bytes from each other; the first is at byte ``first``."""
         at = blocks[:, None] + first + apart * np.arange(count, dtype=np.int64)
         return Pieces(at.reshape(-1), step, np.dtype(dtype), width)
@@ -99,18 +98,34 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
         wide = number.itemsize
         ends = codes + rows * (wide * len(factors) + block // group * np.arange(len(levels)))
         found = PanelRows(
-            rows, stride, group, planes(0, low), SCHEMES[w.format].zero,
-            tuple(pieces(codes + wide * rows * i, 1, 0, wide, number) for i in range(max(1, len(factors)))),
-            tuple(pieces(end, block // group, rows, 1, scales[name].base)
+            rows=rows, stride=stride, group=group, codes=planes(0, low), zero=SCHEMES[w.format].zero,
+            factors=tuple(pieces(codes + wide * rows * i, 1, 0, step=wide, dtype=number)
+                          for i in range(max(1, len(factors)))),
+            levels=tuple(pieces(end, block // group, rows, step=1, dtype=scales[name].base)
                   for name, end in zip(levels, ends.tolist(), strict=True)),
             high=planes(low, bits - low), high_bits=bits - low,
         )  # fmt: skip
     else:
-        own = pieces(codes, block // group, rows * scales.itemsize, scales.itemsize, scales)
+        own = pieces(codes, block // group, rows * scales.itemsize, step=scales.itemsize, dtype=scales)
         if bits == 8:  # two's complement
-            found = PanelRows(rows, stride, group, pieces(0, block // 8, 32, 8, np.int8, 8), 0, (own,))
+            found = PanelRows(
+                rows=rows,
+                stride=stride,
+                group=group,
+                codes=pieces(0, block // 8, 32, step=8, dtype=np.int8, width=8),
+                zero=0,
+                factors=(own,),
+            )
         else:
-            found = PanelRows(rows, stride, group, pieces(0, block // 16, 64, 8, np.uint8, 8), 8, (own,), flip=0x88)
+            found = PanelRows(
+                rows=rows,
+                stride=stride,
+                group=group,
+                codes=pieces(0, block // 16, 64, step=8, dtype=np.uint8, width=8),
+                zero=8,
+                factors=(own,),
+                flip=0x88,
+            )
     size = -(-spec.out_features // rows) * stride
     assert -(-size // 64) * 64 == cpu_panel.row_bytes(spec.moe, "w2"), (size, spec)
     return found

@@ -345,7 +345,7 @@ def restored(spec: MoESpec, projection: str, tensors: Mapping[str, np.ndarray]) 
 
 
 def _projection(
-    format: str, group_size: int, scale_type: str, zero_points: bool, bias: bool, activation_format: str = "none"
+    format: str, group_size: int, scale_type: str, *, zero_points: bool, bias: bool, activation_format: str = "none"
 ) -> Projection:
     return Projection(
         format=format,
@@ -378,7 +378,8 @@ def moe_spec(node: Mapping[str, Any], shapes: Mapping[int, Sequence[int]], scale
         raise ValueError(f"quant_type {kind!r} of {bits} bits; this release knows {', '.join(FORMATS)}")
     make = partial(_projection, format, node.get("block_size", -1))
     w13, w2 = (
-        make(scale_types[p], INPUTS[p, "zero_points"] in shapes, INPUTS[p, "bias"] in shapes) for p in ("w13", "w2")
+        make(scale_types[p], zero_points=INPUTS[p, "zero_points"] in shapes, bias=INPUTS[p, "bias"] in shapes)
+        for p in ("w13", "w2")
     )
     experts, hidden = shapes[INPUTS["w2", "scales"]][:2]
     intermediate = shapes[INPUTS["w13", "scales"]][1] // 2
@@ -424,5 +425,5 @@ def linear_spec(node: Mapping[str, Any], scale_type: str, zero_points: bool, bia
         LookupError: it is none that an export wrote.
     """
     format = {SCHEMES[f].bits: f for f in ("int4", "int8")}[node["bits"]]
-    w = _projection(format, node["block_size"], scale_type, zero_points, bias)
+    w = _projection(format, node["block_size"], scale_type, zero_points=zero_points, bias=bias)
     return LinearSpec(in_features=node["K"], out_features=node["N"], w=w)

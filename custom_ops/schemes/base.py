@@ -10,7 +10,7 @@ import numpy as np
 SMALLEST_E8M0 = np.array(2.0**-127, ml_dtypes.float8_e8m0fnu)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scheme:
     """A table of code values, scaled by groups of input features.
 

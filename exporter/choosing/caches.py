@@ -9,7 +9,7 @@ from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.choosing.options import FLOATS
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.checkpoint import Checkpoint
-from quantmoe.exporter.reading.formats import kv_cache
+from quantmoe.exporter.reading.weights import kv_cache
 from quantmoe.exporter.targets import CPU, Target
 
 
@@ -30,6 +30,7 @@ def choose_caches(
     ckpt: Checkpoint,
     wanted: str,
     specs: Mapping[str, AttentionSpec],
+    *,
     plain: Mapping[str, str],
     sources: Mapping[str, str],
     refusal: Callable[[AttentionSpec], str],

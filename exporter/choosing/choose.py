@@ -1,7 +1,7 @@
 """Which layout, node attributes and kernels an expert layer or a linear gets, and why not the others.
 
 Dry run, ``inspect --explain`` and export all ask here. The checkpoint's own format answers, from headers and the few
-tensors whose numbers decide (:meth:`quantmoe.exporter.reading.formats.base.Format.outline`). The data is packed as this
+tensors whose numbers decide (:meth:`quantmoe.exporter.reading.weights.base.Format.outline`). The data is packed as this
 answer says: ``pack`` refuses an expert that differs from its node. Torch-free.
 """
 
@@ -26,8 +26,8 @@ from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.choosing.described_model import DescribedModel, Shared
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer, moe_layers
-from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
-from quantmoe.exporter.reading.formats.rotations import Rotation
+from quantmoe.exporter.reading.weights.base import INPUT_SCALES, SharedExpert, dividing
+from quantmoe.exporter.reading.weights.rotations import Rotation
 from quantmoe.exporter.targets import ACTIVATIONS, Target, of_layout
 
 #: ends of the names of tensors whose numbers decide what a node has
@@ -72,7 +72,7 @@ class Candidate:
         return [(name, self.reason or absent) for name, absent in of_layout(self.layout).kernels(self.spec)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """The nodes that a model gets.
 
@@ -95,14 +95,14 @@ class Choice:
             gates before all queries. :func:`trace` finds them.
     """
 
-    layers: dict[str, MoESpec]
-    linears: dict[str, LinearSpec]
-    parts: dict[str, dict[str, str]]
-    dequantized: dict[str, str]
-    experts: dict[str, MoELayer]
-    nodes: dict[str, list[str]]
-    shared: dict[str, Shared]
-    apart: dict[str, str]
+    layers: dict[str, MoESpec] = dataclasses.field(default_factory=dict)
+    linears: dict[str, LinearSpec] = dataclasses.field(default_factory=dict)
+    parts: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    experts: dict[str, MoELayer] = dataclasses.field(default_factory=dict)
+    nodes: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    shared: dict[str, Shared] = dataclasses.field(default_factory=dict)
+    apart: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
     tables: dict[str, tuple[LinearSpec, str]] = dataclasses.field(default_factory=dict)
     gated: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -118,6 +118,7 @@ def choose_experts(
     format: Format,
     layout: str,
     activations: str | None,
+    *,
     scales: str,
     layers: int | None = None,
     floats: str | None = None,
@@ -189,10 +190,12 @@ def _no_parts(parts: Sequence[MoELayer], layout: str) -> str:
     return f"{b} ({other}) and {a} ({its}) are of different formats; expected one in all experts of a layer: {why}"
 
 
+# over 60 lines: a third are its parameters; then each kind of node, in order
 def choose(
     skeleton: DescribedModel,
     experts: Mapping[str, Sequence[tuple[MoELayer, MoESpec]]],
     layout: str,
+    *,
     activations: str | None,
     scales: str,
     dense: str = "quantmoe",
@@ -205,7 +208,7 @@ def choose(
     """
     target = of_layout(layout)
     parts_of = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
-    chosen = Choice({}, {}, {}, {}, {}, {}, {}, {})
+    chosen = Choice()
     for name, shared in skeleton.shared({name: own[0][1] for name, own in parts_of.items()}).items():
         try:
             if target.one_node:
@@ -231,7 +234,9 @@ def choose(
     for whole, parts in groups(skeleton.format, linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
         floats = skeleton.type_name if target.own_floats else None
-        candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
+        candidate = linear_candidate(
+            skeleton.format, [*sources.values()], layout, activations=activations, scales=scales, floats=floats
+        )
         rotation = Rotation.of(skeleton.format.outline().matrix_of(next(iter(sources.values()))))
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
@@ -328,9 +333,9 @@ def with_shared(
         ValueError: no node's experts are of its kind; the first one's reason.
     """
     reasons: list[ValueError] = []
-    for at, pair in enumerate(parts):
+    for at, (routed, node) in enumerate(parts):
         try:
-            layer = _shared_like(skeleton, shared, *pair, activations, scales)
+            layer = _shared_like(skeleton, shared, routed, spec=node, activations=activations, scales=scales)
         except ValueError as reason:
             reasons.append(reason)
             continue
@@ -349,7 +354,7 @@ def with_shared(
 
 
 def _shared_like(
-    skeleton: DescribedModel, shared: Shared, layer: MoELayer, spec: MoESpec, activations: str | None, scales: str
+    skeleton: DescribedModel, shared: Shared, layer: MoELayer, *, spec: MoESpec, activations: str | None, scales: str
 ) -> MoELayer:
     """Return a layer or group with its shared expert, of whose kind its experts are.
 
@@ -449,6 +454,7 @@ def linear_candidate(
     format: Format,
     modules: Sequence[str],
     layout: str,
+    *,
     activations: str | None,
     scales: str = "exact",
     floats: str | None = None,
@@ -502,7 +508,7 @@ def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]
     of = {part: parts for parts in groups(format, quantized).values() for part in parts}
     for module in quantized:
         found = [
-            linear_candidate(own, of[module], layout, of_layout(layout).default_activations)
+            linear_candidate(own, of[module], layout, activations=of_layout(layout).default_activations)
             for layout, own in formats.items()
         ]
         yield LinearSpec, format.scheme_of(module).text, module, found

@@ -10,7 +10,7 @@ from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.reading.formats import Format, MoELayer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
     """A shared expert beside routed ones, names of modules as in the model.
 

@@ -112,19 +112,19 @@ class Options:
     """
 
     target: str = option("cpu", "choose what runs the files", values=TARGETS)
-    mtp: bool = option(False, "also export the layer that drafts tokens")
+    mtp: bool = option(default=False, help="also export the layer that drafts tokens")
     eagle3: str | Path | None = option(  # noqa: RUF009
         None, "also export this EAGLE-3 head, which drafts", metavar="FOLDER", kind=Path
     )
-    vision: bool = option(False, "also export the vision tower")
-    paged: bool = option(False, "export for servers, with a cache in blocks")
+    vision: bool = option(default=False, help="also export the vision tower")
+    paged: bool = option(default=False, help="export for servers, with a cache in blocks")
     quantize: str | None = option(
         None, "quantize to int4, q4_k_m, .. or none", "Numbers", values=QUANTIZE, metavar="FORMAT"
     )
     group_size: int | None = option(
         None, "N weights share a scale; -1: a row", "Numbers", metavar="N", shown="the format's"
     )
-    symmetric: bool = option(False, "quantize to int4 without zero points", "Numbers")
+    symmetric: bool = option(default=False, help="quantize to int4 without zero points", group="Numbers")
     calibrate: str | Path | None = option(  # noqa: RUF009
         None, "weigh errors of --quantize by this text", "Numbers", metavar="FILE", kind=Path
     )
@@ -148,11 +148,15 @@ class Options:
     tensor_parallel: int = option(
         1, "split the model over N ranks", "Several GPUs or processes", metavar="N", least=1, most=1024
     )
-    expert_parallel: bool = option(False, "give each rank whole experts", "Several GPUs or processes")
+    expert_parallel: bool = option(
+        default=False, help="give each rank whole experts", group="Several GPUs or processes"
+    )
     expert_map: str | Path | None = option(  # noqa: RUF009
         None, "place experts by this file", "Several GPUs or processes", metavar="FILE", kind=Path
     )
-    data_parallel: bool = option(False, "split experts; one batch a rank", "Several GPUs or processes")
+    data_parallel: bool = option(
+        default=False, help="split experts; one batch a rank", group="Several GPUs or processes"
+    )
     logits: str | int | None = option(
         None,
         "give logits of the last N tokens, or all",
@@ -170,7 +174,7 @@ class Options:
         most=64,
     )
     opset: int | None = option(None, "use standard operators of opset N", "Advanced", metavar="N", least=20, most=27)
-    external_experts: bool = option(False, "keep experts outside TensorRT's engine", "Advanced")
+    external_experts: bool = option(default=False, help="keep experts outside TensorRT's engine", group="Advanced")
     browser: str | None = option(
         None, "also write files for transformers.js", "Advanced", values=("wasm", "webgpu"), metavar="wasm|webgpu"
     )
@@ -293,7 +297,10 @@ class Options:
         world = self.tensor_parallel
         if world == 1:
             return [None]
-        return [Slice(rank, world, self.expert_parallel, own_tokens=self.data_parallel) for rank in range(world)]
+        return [
+            Slice(rank=rank, world=world, whole_experts=self.expert_parallel, own_tokens=self.data_parallel)
+            for rank in range(world)
+        ]
 
     @property
     def facts(self) -> Target:

@@ -33,7 +33,7 @@ def demo(
 
     check_folder(output, [MODEL], force)
     from quantmoe.benchmarks.pytorch_comparison import compare
-    from quantmoe.exporter.reading.tokenizer import TOKENIZER, load_tokenizer
+    from quantmoe.exporter.folder.tokenizer import TOKENIZER, load_tokenizer
 
     report = export_in_terminal(checkpoint, output, Options(), force=force)
     tokenizer = load_tokenizer(output) if (output / TOKENIZER).exists() else None

@@ -19,6 +19,7 @@ def evaluate(
     outdir: Model,
     text: Annotated[Path, typer.Option(help="predict the text in this file")],
     against: Annotated[Path | None, typer.Option(help="compare with another model, or with the CHECKPOINT")] = None,
+    *,
     window: Annotated[int, typer.Option(min=2, help="read N tokens at once, from an empty cache")] = 512,
     windows: Annotated[
         int | None, typer.Option(min=1, help="stop after N windows", show_default="the whole text")

@@ -37,11 +37,12 @@ from quantmoe.serving import BATCH
 NEW_TOKENS = 512
 
 
-# over 80 lines: most are its options
+# over 200 lines: half are its options; then refusals, and one of three ways: ids, lines of a file, a conversation
 def generate(
     context: typer.Context,
     outdir: Model,
     prompt: Annotated[str | None, panel_option("Prompt", "answer this text", "--prompt", "-p", metavar="TEXT")] = None,
+    *,
     file: Annotated[
         Path | None, panel_option("Prompt", "answer the text in this file", "--file", "-f", metavar="FILE")
     ] = None,
@@ -139,8 +140,8 @@ def generate(
     """Answer a prompt, or hold a conversation."""
     from quantmoe.exporter.commands.terminal import TokensColumn, ended_by_signals, progress
     from quantmoe.exporter.folder.model_file import model_path
-    from quantmoe.exporter.reading.sampling import Sampling, folder_sampling, not_applied
-    from quantmoe.exporter.reading.tokenizer import stop_tokens
+    from quantmoe.exporter.folder.sampling_options import folder_sampling, not_applied
+    from quantmoe.exporter.folder.tokenizer import stop_tokens
     from quantmoe.runtime import ranks, saved_states
     from quantmoe.runtime.cache import TAIL
     from quantmoe.runtime.generate import Generator
@@ -195,9 +196,10 @@ def generate(
         if own.rank:  # rank 0 chooses and prints
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
-    sampling = folder_sampling(folder, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                               repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-                               frequency_penalty=frequency_penalty)  # fmt: skip
+    chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+              "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+              "frequency_penalty": frequency_penalty}  # fmt: skip
+    sampling = folder_sampling(folder, **chosen)
     if ignored := not_applied(folder):
         fields = ", ".join(ignored)
         print(
@@ -206,9 +208,10 @@ def generate(
         )
     shown = own is None and ids is None and messages is None and sys.stdout.isatty()
     most = max_new_tokens or (sys.maxsize if shown else NEW_TOKENS)
-    make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
-                   speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   reserve=reserve, misses=misses, trace=record, warm=warm, group=group)  # fmt: skip
+    make = partial(Generator, outdir, threads=threads, prefault=prefault, chunk=chunk, device=device,
+                   cuda_graph=cuda_graph, speculate=speculate, drafts=drafts, experts=experts, ram=ram,
+                   gpu_memory=gpu_memory, reserve=reserve, misses=misses, trace=record, warm=warm,
+                   group=group)  # fmt: skip
 
     def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
         """Return a generator for texts of ``length`` tokens, if that is known."""
@@ -233,11 +236,12 @@ def generate(
         tell, kept = _used(load_state, cache), cache.keep(ids)
         tell(kept)
         with progress("reading the prompt", TokensColumn()) as cache.progress:
-            found = model.generate(ids[kept:], most, stop_tokens(folder), sampling, cache)
+            found = model.generate(ids[kept:], most, stop_tokens(folder), sampling=sampling, cache=cache)
         print(",".join(map(str, found.tokens)))
         _tell_end(found, most, model.context)
         end(model, cache)
         return
+    from quantmoe.exporter.commands.answer_settings import AnswerSettings
     from quantmoe.runtime.chat import Chat, Text
 
     text = Text(folder, raw)
@@ -258,8 +262,8 @@ def generate(
         _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
         end(model, cache)
         return
-    chosen = sampling or Sampling(temperature=0)  # Chat takes None for what the folder says
-    reply = partial(_reply, max_new_tokens=most, stop=stop or (), sampling=chosen, grammar=rule)
+    settings = AnswerSettings(folder, most, stop or (), chosen)
+    reply = partial(_reply, grammar=rule)
     alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
     reply = partial(reply, tell=_used(load_state, cache))
@@ -269,11 +273,12 @@ def generate(
     if chat:
         from quantmoe.exporter.commands.terminal_conversation import Conversation
 
-        answered = Conversation(talk, reply, lambda text: print(f"quantmoe: {one_line(text)}", file=sys.stderr)).run(
-            prompt
-        )
+        def complain(text: str) -> None:
+            print(f"quantmoe: {one_line(text)}", file=sys.stderr)
+
+        answered = Conversation(talk, reply, complain, settings).run(prompt)
     elif prompt is not None:
-        reply(talk, prompt)
+        reply(talk, prompt, **settings.options())
     end(model, cache)
     if not answered:
         raise typer.Exit(1)
@@ -362,7 +367,7 @@ def _rule(json_schema: str | None, grammar: Path | None, regex: str | None) -> A
     """Return the Grammar that answers follow; None: they are free."""
     if (json_schema, grammar, regex) == (None, None, None):
         return None
-    from quantmoe.runtime.constraint import Grammar
+    from quantmoe.runtime.choosing.constraint import Grammar
 
     try:
         if json_schema is not None:

@@ -27,10 +27,12 @@ BESIDE = {
 }
 
 
+# over 60 lines: half are its options
 def inspect(
     model: Annotated[Path, typer.Argument(help="exported model, its folder, or a checkpoint")],
     verify: Annotated[bool, panel_option("Show", "read all weights and compare their hashes", "--verify")] = False,
     why: Annotated[bool, panel_option("Show", "show every layout and kernel considered", "--explain")] = False,
+    *,
     as_json: Annotated[bool, panel_option("Show", "print JSON", "--json")] = False,
     memory: Annotated[
         int | None, panel_option("Fit", "show what fits into this memory, as 12GB", "--fit", **SIZE)
@@ -82,7 +84,9 @@ def inspect(
         if memory is not None:
             if given := next((option for option, value in of_model.items() if value is not None), None):
                 raise UsageError(f"--{given} is of an exported model; {model} is none")
-            return _fit_checkpoint(model, memory, target or CPU.name, context or CONTEXT, reserve, as_json)
+            return _fit_checkpoint(
+                model, memory, target or CPU.name, context=context or CONTEXT, reserve=reserve, as_json=as_json
+            )
         found = survey(model)
         if why and found.get("layers"):
             _explain(model, as_json)
@@ -119,17 +123,29 @@ def inspect(
             )
         here = gpu.bandwidth() if on_gpu and memory_speed is None else None
         rates = (memory_speed or here, *((bus_speed, disk_speed) if on_gpu else (disk_speed,)))
-        fits = fit(found, memory, context or CONTEXT, read_trace(trace) if trace else None, rates, host_memory, reserve)
+        fits = fit(
+            found,
+            memory,
+            context or CONTEXT,
+            trace=read_trace(trace) if trace else None,
+            rates=rates,
+            ram=host_memory,
+            reserve=reserve,
+        )
         if as_json:
             derived = {"bounds": fits.bounds, "tokens_per_second": fits.tokens_per_second}
             print(json.dumps(asdict(fits) | derived, indent=1))
         else:
             said = "--memory-speed gives another" if here is None else "as this GPU has"
             print_fit(fits, model, "as --memory-speed says" if memory_speed else said)
-        return
-    if as_json:
+    elif as_json:
         print(json.dumps(found, indent=1))
-        return
+    else:
+        _print_model(found)
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    """Print what an exported model holds."""
     console.print(found["model"], highlight=False)
     print_model(found)
     for name, what in BESIDE.items():
@@ -142,7 +158,7 @@ def inspect(
 
 
 def _fit_checkpoint(
-    checkpoint: Path, memory: int, target: str, context: int, reserve: int | None, as_json: bool
+    checkpoint: Path, memory: int, target: str, *, context: int, reserve: int | None, as_json: bool
 ) -> None:
     """Print what exports would take of a memory, and which of them fit."""
     try:

@@ -26,6 +26,7 @@ def serve(
     port: Annotated[
         int, panel_option("Server", "listen on this port; 0: any free one", min=0, max=65535, metavar="N")
     ] = 8000,
+    *,
     api_key: Annotated[
         str | None, panel_option("Server", "require this key from clients", envvar="QUANTMOE_API_KEY", metavar="KEY")
     ] = None,

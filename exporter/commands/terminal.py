@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +18,8 @@ from rich.text import Text
 
 #: seconds of work before its progress is shown
 PATIENCE = 2.0
+#: typed lines that are kept
+LINES = 1000
 #: signals that end a run
 ENDS = {int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 
@@ -70,7 +75,7 @@ def ended_by_signals(interrupt: Callable[[], Any]) -> Iterator[None]:
     run, and then Python's handler raises as always.
     """
     read, write = socket.socketpair()
-    write.setblocking(False)
+    write.settimeout(0)
 
     def watch() -> None:
         while numbers := read.recv(64):
@@ -90,8 +95,35 @@ def ended_by_signals(interrupt: Callable[[], Any]) -> Iterator[None]:
 
 
 def edit_lines() -> None:
-    """Let ``input`` take editing keys, and pasted lines as one message where Python has GNU readline."""
-    with contextlib.suppress(ImportError):
+    """Let ``input`` take editing keys, earlier lines, and pasted lines as one message where Python has GNU readline."""
+    with contextlib.suppress(ImportError, OSError):
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.set_history_length(LINES)
+        readline.read_history_file(history_file())
+
+
+def keep_lines() -> None:
+    """Write the typed lines to their file, if that can be."""
+    with contextlib.suppress(ImportError, OSError):
+        import readline
+
+        path = history_file()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # messages are its owner's
+        readline.write_history_file(path)
+
+
+def remember_lines(on: bool) -> None:
+    """Take the typed lines that follow for the arrow keys and the file, or leave them out."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.set_auto_history(on)
+
+
+def history_file() -> Path:
+    """Return the file of typed lines, in the place for a program's state."""
+    usual = Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/state")
+    return Path(os.environ.get("XDG_STATE_HOME") or usual) / "quantmoe" / "history"

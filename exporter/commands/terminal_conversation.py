@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
 
 if TYPE_CHECKING:
+    from quantmoe.exporter.commands.answer_settings import AnswerSettings
     from quantmoe.runtime.chat import Chat
-    from quantmoe.runtime.reply_parser import Delta
+    from quantmoe.runtime.choosing.reply_parser import Delta
 
 #: what a terminal takes for dim and for plain letters
 DIM, PLAIN = "\033[2m", "\033[0m"
@@ -29,6 +30,10 @@ COMMANDS = {
     "/clear": "begin a new conversation; the system prompt stays",
     "/system TEXT": "set the system prompt; without TEXT, remove it",
     "/regen": "answer the last message again",
+    "/read FILE": "put the text of a file before the next message",
+    "/set parameter NAME X": "change how tokens are chosen, as temperature 0.7; /show lists the names",
+    "/set nohistory": "forget the lines that follow; /set history: keep them",
+    "/show": "show parameters and system prompt",
     "/save FILE": "write the conversation to a file",
     "/load FILE": "read a conversation from a file",
     "/help, /?": "show this list",
@@ -46,12 +51,15 @@ class Conversation:
 
     Args:
         chat: the conversation.
-        reply: prints the answer of a chat to a message.
+        reply: prints the answer of a chat to a message, with :meth:`AnswerSettings.options`.
         tell: prints an error.
+        settings: how answers are made.
     """
 
-    def __init__(self, chat: Chat, reply: Callable[[Chat, Any], None], tell: Callable[[str], None]):
-        self._chat, self._reply, self._tell = chat, reply, tell
+    def __init__(self, chat: Chat, reply: Callable[..., None], tell: Callable[[str], None], settings: AnswerSettings):
+        self._chat, self._reply, self._tell, self._settings = chat, reply, tell, settings
+        #: text of a file, for the next message
+        self._read_text = ""
         self._typed = sys.stdin.isatty()
         self._answered = True
 
@@ -84,6 +92,7 @@ class Conversation:
                     return True
                 self._command(name, rest.strip())
             elif message.strip():
+                message, self._read_text = self._read_text + message, ""
                 self._answer(message)
             message = None
 
@@ -93,9 +102,18 @@ class Conversation:
         Raises:
             EOFError: there is none.
         """
-        line = input("> " if self._typed else "")
         if not self._typed:
-            return line
+            return input()
+        from quantmoe.exporter.commands.terminal import keep_lines
+
+        try:
+            return self._typed_message()
+        finally:
+            keep_lines()
+
+    @staticmethod
+    def _typed_message() -> str:
+        line = input("> ")
         if line.lstrip().startswith(QUOTES):
             lines = [line.lstrip().removeprefix(QUOTES)]
             while not lines[-1].rstrip().endswith(QUOTES):
@@ -111,16 +129,15 @@ class Conversation:
         shown = ModelError if self._typed else ContextError
         with contextlib.suppress(KeyboardInterrupt) if self._typed else contextlib.nullcontext():
             try:
-                self._reply(self._chat, message)
+                self._reply(self._chat, message, **self._settings.options())
             except shown as error:  # the conversation is what it was
                 self._answered = False
                 self._tell(str(error))
 
     def _command(self, name: str, rest: str) -> None:
-        if name == "/set" and rest.split(" ")[0] == "system":  # Ollama's
-            name, rest = "/system", rest.removeprefix("system").strip()
         do = {"/clear": self._clear, "/system": self._system, "/regen": self._regenerate, "/save": self._save,
-              "/load": self._load, "/help": self._help, "/?": self._help}.get(name)  # fmt: skip
+              "/load": self._load, "/read": self._read_file, "/set": self._set, "/show": self._show,
+              "/help": self._help, "/?": self._help}.get(name)  # fmt: skip
         if do is None:
             return self._tell(f"{name} is no command; /help lists the commands")
         try:
@@ -151,9 +168,40 @@ class Conversation:
         self._chat.clear()
         self._chat.messages = messages
 
+    def _read_file(self, rest: str) -> None:
+        path = _file("/read", rest)
+        try:
+            self._read_text += path.read_text(encoding="utf-8") + "\n"
+        except UnicodeDecodeError:
+            raise ModelError(f"{path}: expected text in UTF-8") from None
+
+    def _set(self, rest: str) -> None:
+        """Ollama's command."""
+        what, _, rest = rest.partition(" ")
+        name, _, value = rest.strip().partition(" ")
+        if what == "parameter":
+            self._settings.change(name, value.strip(" \"'"))
+        elif what == "system":
+            self._system(rest.strip(" \"'"))
+        elif what in ("history", "nohistory"):
+            from quantmoe.exporter.commands.terminal import remember_lines
+
+            remember_lines(what == "history")
+        else:
+            raise OptionError(
+                f"/set {what}: expected parameter, system, history or nohistory; /help lists the commands"
+            )
+
+    def _show(self, rest: str) -> None:
+        for name, value in self._settings.shown().items():
+            print(f"  {name:20}{value}", file=sys.stderr)
+        for message in self._chat.messages:
+            if message["role"] == "system":
+                print(f"  {'system':20}{message['content']}", file=sys.stderr)
+
     def _help(self, rest: str) -> None:
         for name, does in COMMANDS.items():
-            print(f"  {name:14}{does}", file=sys.stderr)
+            print(f"  {name:26}{does}", file=sys.stderr)
 
 
 def _file(command: str, name: str) -> Path:

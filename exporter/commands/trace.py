@@ -24,6 +24,7 @@ def trace(
         typer.Option(help="show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
     ] = None,
     disk_speed: Annotated[int, typer.Option(help="read the disk at SIZE a second", **SIZE)] = "2GB",  # type: ignore[assignment]
+    *,
     expert_map: Annotated[
         Path | None, typer.Option("--write-map", metavar="FILE", help="place experts on ranks, in this file")
     ] = None,

@@ -62,6 +62,10 @@ FILES = (
     ),
 )
 
+#: how a file begins that Git LFS did not fetch
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+#: of a model on the hub, or its page as Path has it
+_HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
 _WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
 _RANK = re.compile(r"rank(0|[1-9][0-9]*)")
 
@@ -85,3 +89,14 @@ def ranks_in(folder: Path) -> dict[int, Path]:
     """Return each rank, and the folder in this one that has its model."""
     found = ((_RANK.fullmatch(path.name), path) for path in folder.glob("rank*") if (path / MODEL).is_file())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name in a stranger's file names a file in its own folder, on every system."""
+    return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")
+
+
+def hub_name(path: Path) -> str | None:
+    """Return ORG/MODEL where a path that does not exist is a model's name or page on the Hugging Face hub."""
+    name = _HUB_NAME.fullmatch(str(path))
+    return name[2] if name and (name[1] or not path.parent.exists()) else None

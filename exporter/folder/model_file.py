@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import os
+import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.errors import ModelError, need_path
-from quantmoe.exporter.folder.files import MODEL, ranks_in
+from quantmoe.exporter.folder.files import LFS_POINTER, MODEL, hub_name, is_plain, ranks_in
 from quantmoe.exporter.folder.metadata import PRODUCER, RANK, TARGET, WORLD
+from quantmoe.exporter.folder.protobuf import fields
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, hub_name, is_plain
 from quantmoe.exporter.targets import CPU, TARGETS
 
 if TYPE_CHECKING:
@@ -192,47 +191,14 @@ def metadata_of(path: Path) -> dict[str, str]:
     """
     found = {}
     try:
-        with open(path, "rb") as file:
-            while (field := _field(file)) is not None:
-                number, size = field
-                if number != METADATA:
-                    file.seek(size, os.SEEK_CUR)
-                    continue
-                entry = io.BytesIO(file.read(size))
-                texts = dict[int, str]()
-                while (part := _field(entry)) is not None:
-                    texts[part[0]] = entry.read(part[1]).decode()
-                found[texts.get(1, "")] = texts.get(2, "")
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for number, begin, end in fields(data, 0, len(data)):
+                if number == METADATA:
+                    texts = {part: data[at:to].decode() for part, at, to in fields(data, begin, end)}
+                    found[texts.get(1, "")] = texts.get(2, "")
     except (OSError, ValueError):
         return {}
     return found
-
-
-def _field(file: BinaryIO) -> tuple[int, int] | None:
-    """Return the number of the next field of a protobuf message and the bytes that follow; None: the message ends.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not (first := file.read(1)):
-        return None
-    number, kind = divmod(_varint(file, first), 8)
-    if kind in (0, 2):  # a number; bytes after their number
-        value = _varint(file, file.read(1))
-        return number, value if kind == 2 else 0
-    if kind not in (1, 5):
-        raise ValueError(f"no kind of a protobuf field: {kind}")
-    return number, 8 if kind == 1 else 4
-
-
-def _varint(file: BinaryIO, byte: bytes) -> int:
-    value = shift = 0
-    while byte and shift < 64:
-        value |= (byte[0] & 127) << shift
-        if byte[0] < 128:
-            return value
-        shift, byte = shift + 7, file.read(1)
-    raise ValueError("no number of a protobuf message")
 
 
 def load_own(model: Path) -> ir.Model | None:

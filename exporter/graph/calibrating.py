@@ -20,7 +20,7 @@ from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
 from quantmoe.exporter.graph.streamed_model import Streamed
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.rounding import weighed
+from quantmoe.exporter.reading.weights.rounding import weighed
 
 #: products of an input and a weight that modules call
 _PRODUCTS = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

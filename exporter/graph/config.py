@@ -19,7 +19,7 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import check_sizes, text_part
 from quantmoe.exporter.reading.families import family_named
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.layers import COUNTS, TOP_K
+from quantmoe.exporter.reading.weights.layers import COUNTS, TOP_K
 
 #: fields that choose code for attention or experts, under their public and inner names
 _IMPLEMENTATION = re.compile("_?(attn|experts)_implementation(?:_internal)?")

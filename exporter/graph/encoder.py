@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.json_files import read_object
+from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.families import family_named
-from quantmoe.exporter.reading.sampling import read_object
 
 #: why no attention of an encoder is CachedAttention
 PLAIN = "an encoder attends to tokens on both sides"

@@ -44,9 +44,9 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.families import EAGLE3
 from quantmoe.exporter.reading.formats import Format, MoELayer, moe_layers
-from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, FLOATS, INTEGERS
-from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.slices import MADE_BY, Cut, Slice
+from quantmoe.exporter.reading.weights.base import FLOAT_KINDS, FLOATS, INTEGERS
+from quantmoe.exporter.reading.weights.rounding import HEAD_GROUPS
 from quantmoe.exporter.targets import CPU, Target
 
 #: where models of several modalities keep their language model, or others their layers -> where it is on its own
@@ -96,6 +96,7 @@ class Skeleton(Stored):
         format: Format,
         dtype: str = "f32",
         layers: int | None = None,
+        *,
         lm_head: str | None = None,
         target: Target = CPU,
         state_window: int = 1,
@@ -151,7 +152,7 @@ class Skeleton(Stored):
                 f"{folder / 'config.json'}: not a causal language model of transformers {transformers.__version__}: "
                 f"{config.model_type}{reason}"
             ) from None
-        return model.eval().requires_grad_(False)
+        return model.eval().requires_grad_(requires_grad=False)
 
     def _prepare(self, model_type: str) -> None:
         """Change modules so that torch.export can follow them."""
@@ -384,7 +385,7 @@ class Skeleton(Stored):
             return
         with init_empty_weights():
             part = torch.nn.Linear(head.in_features, head.out_features // world, head.bias is not None)
-        self.model.set_output_embeddings(part.to(self.dtype).requires_grad_(False))
+        self.model.set_output_embeddings(part.to(self.dtype).requires_grad_(requires_grad=False))
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -609,7 +610,7 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     assert not problems.unexpected_keys, problems.unexpected_keys
     model.tie_weights()
     model.set_experts_implementation("eager")
-    return model.requires_grad_(False)
+    return model.requires_grad_(requires_grad=False)
 
 
 def state_of(skeleton: Skeleton, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:

@@ -15,10 +15,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.parallel_calls import BLOCK
-from quantmoe.exporter.reading.checkpoint import DTYPES as STORED
-from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
+from quantmoe.exporter.safetensors_file import DTYPES as STORED
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -34,6 +34,7 @@ UNSEEN = -3e4
 UNSUPPORTED = ("softcap", "attention_bias", "head_mask", "indices", "block_indices")
 
 
+# over 60 lines: half are its arguments and what they mean
 def grouped_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -37,7 +37,7 @@ class Streamed:
         with init_empty_weights(), _LargeOnMeta(), quiet():
             self.model = causal_model(skeleton.model.config, torch.float32).eval()
             fit(self.model, skeleton.experts, str(format.ckpt.folder))
-        self.model.requires_grad_(False).set_experts_implementation("eager")
+        self.model.requires_grad_(requires_grad=False).set_experts_implementation("eager")
         self.layers = decoder_of(self.model).layers
         self._progress = progress
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -52,7 +52,7 @@ class Streamed:
         def load(*_: object) -> None:
             state = state_of(self.skeleton, lambda name: name.startswith(prefix))
             layer.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
-            layer.requires_grad_(False)
+            layer.requires_grad_(requires_grad=False)
 
         def free(*_: object) -> None:
             layer.to("meta")

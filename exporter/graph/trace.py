@@ -108,7 +108,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Target
 
 
 def attention_of(
-    skeleton: Skeleton, chosen: Choice, rows: Rows, target: Target, cache: str, paged: bool = False
+    skeleton: Skeleton, chosen: Choice, rows: Rows, *, target: Target, cache: str, paged: bool = False
 ) -> Attention:
     """Return how the model attends in the graph.
 
@@ -135,7 +135,9 @@ def attention_of(
             names = (name for name, module in model.named_modules() if type(module).__name__.endswith("Attention"))
             found, plain = dict[str, RecognisedAttention](), dict.fromkeys(names, encoder.PLAIN)
         else:
-            found, plain = recognise(model, decoder, refuses, kinds, indexer.compare, skeleton.with_states)
+            found, plain = recognise(
+                model, decoder, refuses, kinds=kinds, indexer=indexer.compare, without=skeleton.with_states
+            )
             plain |= {name: reason for name, module in found.items() if (reason := _without_lists(target, module))}
             found = {name: module for name, module in found.items() if name not in plain}
     for name, reason in plain.items() if paged else ():
@@ -143,7 +145,9 @@ def attention_of(
     last = {path: next(name for name in LAST if f"{path}.{name}" in skeleton.sources) for path in found}
     sources = {path: skeleton.sources[f"{path}.{name}"].removesuffix(f".{name}") for path, name in last.items()}
     specs = {path: module.spec for path, module in found.items()}
-    caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
+    caches = choose_caches(
+        skeleton.format.ckpt, cache, specs, plain=plain, sources=sources, refusal=refuses, target=target
+    )
     for path, (format, k_scale, v_scale) in caches.codes.items():  # of the values that the model would cache
         if (own := found[path].value_scale) != 1 and not format.endswith("token"):
             caches.codes[path] = format, k_scale, float(np.float32(v_scale / own))

@@ -20,7 +20,7 @@ _PAGE = 4096
 _TOKENS = 200  # of a simulation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """The place of weights in a memory, in bytes, and what a token reads after ``context`` others.
 
@@ -81,10 +81,26 @@ class Fit:
         return 1 / sum(1 / bound for bound in self.bounds if bound is not None)
 
 
+def _target(found: Mapping[str, Any]) -> Target:
+    """Return the target of a model.
+
+    Raises:
+        ModelError: it has no library of ours.
+    """
+    said = found["metadata"].get(TARGET, CPU.name)
+    target = TARGETS.get(said)
+    if target is None or not target.library:
+        known = " or ".join(one.name for one in TARGETS.values() if one.library)
+        raise ModelError(f"{found['model']}: expected a model for {known}, its target is {said}")
+    return target
+
+
+# over 80 lines: half are its arguments and the fields of its result
 def fit(
     found: Mapping[str, Any],
     memory: int,
     context: int,
+    *,
     trace: Trace | None = None,
     rates: Sequence[float | None] = (),
     ram: int | None = None,
@@ -106,11 +122,7 @@ def fit(
             each layer (cuda) or for one expert (cpu). The trace is of another model. ``ram`` leaves no room for the
             experts of one layer, or the model is for the CPU, whose RAM is the memory.
     """
-    layers, said = found["layers"], found["metadata"].get(TARGET, CPU.name)
-    target = TARGETS.get(said)
-    if target is None or not target.library:
-        known = " or ".join(one.name for one in TARGETS.values() if one.library)
-        raise ModelError(f"{found['model']}: expected a model for {known}, its target is {said}")
+    layers, target = found["layers"], _target(found)
     if not layers or any(layer["top_k"] is None for layer in layers):
         raise ModelError(f"{found['model']}: expected QuantMoE nodes after routers with a top_k")
     if ram is not None and not target.on_gpu:
@@ -168,7 +180,7 @@ def fit(
     read += sum(n * node["bytes_per_token"] for n, node in zip(windows, attention, strict=True))
     own = target.rates
     return Fit(
-        target=said,
+        target=target.name,
         memory=memory,
         context=context,
         weights=weights,

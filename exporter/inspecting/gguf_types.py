@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from quantmoe.exporter.choosing.choose import candidates
-from quantmoe.exporter.reading.checkpoint import DTYPES
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.gguf.header import TYPES
+from quantmoe.exporter.safetensors_file import DTYPES
 from quantmoe.exporter.targets import CPU
 
 _BLOCKS = {title: (weights, size) for title, weights, size in TYPES.values() if weights > 1}

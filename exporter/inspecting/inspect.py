@@ -48,6 +48,7 @@ SpecType = TypeVar("SpecType", bound=Spec)
 OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
 
 
+# over 60 lines: a third say what its result has
 def inspect(
     path: str | Path, verify: bool = False, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     spec = _spec(path, node, MoESpec)
     names = dict(zip(("w13", "w2"), node.inputs[3:5], strict=True))
     most = spec.num_experts - spec.expert_offset
-    sizes, metadata = _sizes(path, node, spec, spec, names, most)
+    sizes, metadata = _sizes(path, node, spec, moe=spec, inputs=names, most=most)
     per_expert = spec.hidden_size * spec.intermediate_size * (2 + spec.gated)
     shared = json.loads(metadata.get("shared", "[]"))
     if not isinstance(shared, list) or len(shared) > spec.num_experts:
@@ -316,7 +317,7 @@ def _top_k(node: ir.Node) -> int | None:
 
 def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
     spec = _spec(path, node, LinearSpec)
-    sizes, metadata = _sizes(path, node, spec, spec.moe, {"w": node.inputs[1]}, 1)
+    sizes, metadata = _sizes(path, node, spec, moe=spec.moe, inputs={"w": node.inputs[1]}, most=1)
     more = _rows(path, node, spec, metadata)
     return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | more
 
@@ -430,7 +431,7 @@ def _check_runs(path: Path, node: ir.Node, spec: Spec, words: Mapping[str, int])
 
 
 def _sizes(
-    path: Path, node: ir.Node, spec: Spec, moe: MoESpec, inputs: dict[str, ir.Value | None], most: int
+    path: Path, node: ir.Node, spec: Spec, *, moe: MoESpec, inputs: dict[str, ir.Value | None], most: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Check the packed inputs (by projection; a linear's "w" is w2 of ``moe``); return their sizes and metadata."""
     where = f"{path}: node {node.name}"

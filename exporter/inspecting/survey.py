@@ -15,11 +15,12 @@ from quantmoe.exporter.choosing.choose import check_floats, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.inspecting.gguf_types import types
-from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, is_gguf
+from quantmoe.exporter.reading.checkpoint import Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf import GGUF
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
+from quantmoe.exporter.safetensors_file import DTYPES
 from quantmoe.exporter.targets import CPU, TARGETS
 
 
@@ -79,7 +80,7 @@ def survey(path: str | Path) -> dict[str, Any]:
     for name, target in TARGETS.items() if not reason else ():
         try:
             nodes = choose_experts(
-                format.with_widths(target.own_widths), target.layout, target.default_activations, "exact"
+                format.with_widths(target.own_widths), target.layout, target.default_activations, scales="exact"
             )
             if not target.library:
                 check_floats(format, nodes)  # of the graph that it has by default

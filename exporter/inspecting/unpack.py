@@ -17,7 +17,7 @@ from quantmoe.exporter.durable_files import replace
 from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.memory import doing, naming
-from quantmoe.exporter.reading.checkpoint import write_safetensors
+from quantmoe.exporter.safetensors_file import write_safetensors
 
 #: fields of QuantizedMatrix that are stored, where a matrix has them
 FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")

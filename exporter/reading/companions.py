@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.json_files import vocabulary_of
+from quantmoe.exporter.folder.sampling_options import sampling_of
+from quantmoe.exporter.folder.tokenizer import ENDS, NAMED, NAMED_TEMPLATES, end_tokens, named_token
 from quantmoe.exporter.reading.checkpoint import Checkpoint
-from quantmoe.exporter.reading.sampling import sampling_of, vocabulary_of
-from quantmoe.exporter.reading.tokenizer import ENDS, NAMED, NAMED_TEMPLATES, end_tokens, named_token
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",

@@ -9,6 +9,7 @@ from typing import Any
 import regex
 
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.json_files import language_part
 from quantmoe.exporter.reading.families import family_named
 
 #: of anything that config.json counts
@@ -16,12 +17,10 @@ MAX_SIZE = 1 << 24
 
 
 def text_part(config: Mapping[str, Any]) -> Any:
-    """Return the language model's part of a configuration: of a model that also speaks, its thinker's."""
-    thinker = config.get("thinker_config")
-    config = thinker if isinstance(thinker, dict) else config
-    if fields := family_named(config.get("model_type")).fields:
-        return {**config, **fields(config)}
-    return config.get("text_config") or config.get("llm_config") or config
+    """Return the language model's part of a configuration, with its family's fields under their usual names."""
+    found = language_part(config)
+    fields = family_named(found.get("model_type")).fields if isinstance(found, dict) else None
+    return {**found, **fields(found)} if fields else found
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.reading.checkpoint import hub_name
+from quantmoe.exporter.folder.files import hub_name
 
 #: files of a repository that an export reads, and copies of the weights that it does not
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICEN*", "NOTICE*", "USE_POLICY*"]

@@ -99,7 +99,7 @@ class Cut:
         return itertools.pairwise([0, *ends])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Slice:
     """A rank's share of a model.
 

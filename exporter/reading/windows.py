@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 
 #: tokens of a window, llama-perplexity's
 WINDOW = 512

@@ -15,9 +15,9 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.folder.files import CALIBRATION
 from quantmoe.exporter.folder.record import new_hash
 from quantmoe.exporter.reading.checkpoint import is_gguf
-from quantmoe.exporter.reading.formats.rounding import weighed
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
+from quantmoe.exporter.reading.weights.rounding import weighed
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
 from quantmoe.exporter.writing.identity import export_id
 from quantmoe.exporter.writing.prepare import Prepared, open_format
@@ -110,7 +110,7 @@ def weigh(
         folder / CALIBRATION, f"{export_id(ready.format.ckpt, Options(layers=options.layers))} {text.hexdigest()}"
     )
     found = calibrate(
-        open_format(checkpoint, "none", None, "float"),
+        open_format(checkpoint, "none", None, activations="float"),
         windows,
         options.layers,
         lambda done, total: progress("calibrating", done, total),

@@ -15,7 +15,7 @@ from quantmoe.exporter.writing.plan import plan
 SIZES = ("int4", "q4_k_m", "q6_k", "int8", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportSize:
     """Bytes that an export takes of a memory.
 
@@ -68,12 +68,12 @@ def export_sizes(
         try:
             planned = plan(checkpoint, None, target=target, quantize=quantize)
         except CheckpointError as error:
-            found.append(ExportSize(quantize, str(error)))
+            found.append(ExportSize(quantize=quantize, refused=str(error)))
             continue
         one = [size // spec.num_experts for _, spec, size in planned.layers.values()]
         found.append(
             ExportSize(
-                quantize,
+                quantize=quantize,
                 experts=planned.packed,
                 others=planned.dense,
                 cache=context * planned.cache + planned.states,

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
+from quantmoe.exporter.folder.chat_template import DEFAULT, read_templates
 from quantmoe.exporter.folder.files import (
     CALIBRATION,
     DATA,
@@ -25,6 +26,7 @@ from quantmoe.exporter.folder.files import (
     README,
     VISION_MODEL,
 )
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import (
     CHECKPOINT,
     LOGITS,
@@ -36,15 +38,13 @@ from quantmoe.exporter.folder.metadata import (
     TARGET,
     WORLD,
 )
+from quantmoe.exporter.folder.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.formats import Checkpoint, open_checkpoint
 from quantmoe.exporter.reading.hub import fetched
-from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.template import DEFAULT, read_templates
-from quantmoe.exporter.reading.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.calibration import weigh
 from quantmoe.exporter.writing.external_data import ALIGNMENT, DataFiles, byte_size
@@ -128,7 +128,10 @@ def write(
         with doing(str(checkpoint)):
             number = export_id(open_checkpoint(checkpoint), options)
         slices = [part and replace(part, export_id=number) for part in slices]
-    reports = [_export(checkpoint, *pair, options, force, progress) for pair in zip(folders, slices, strict=True)]
+    reports = [
+        _export(checkpoint, folder, part, options=options, force=force, progress=progress)
+        for folder, part in zip(folders, slices, strict=True)
+    ]
     for folder in stale:
         remove(folder)
     return reports[0]
@@ -138,6 +141,7 @@ def _export(
     checkpoint: str | Path,
     output: Path,
     part_of: Slice | None,
+    *,
     options: Options,
     force: bool,
     progress: Callable[[str, int, int], None],
@@ -148,12 +152,7 @@ def _export(
         ready = prepare(checkpoint, options, progress, part_of)
         if options.calibrate is not None:
             ready.report.calibration = weigh(checkpoint, ready, options, output, progress)
-        from quantmoe.exporter.writing.graph_writer import (  # needs torch
-            save_part,
-            trace_part,
-            write_beside,
-            write_weights,
-        )
+        from quantmoe.exporter.writing.graph_writer import save_part, trace_part  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
         for part in parts:
@@ -161,22 +160,7 @@ def _export(
             trace_part(part, options, report, ends)
         for one in ready.beside:
             one.graph, one.weights = one.stored.trace()
-
-        weights = [weight for part in parts for weight in part.weights]
-        weights += [weight for one in ready.beside for weight in one.weights]
-        total = sum(byte_size(weight.value) for weight in weights)
-        check_space(output, total + _beside_weights(ready, len(weights), target))
-        largest = min(LARGEST, options.max_file_size) if options.browser else options.max_file_size
-        with DataFiles(partial, DATA, largest) as data:
-            done = 0
-            for part in parts:
-                for stage, written in write_weights(part, parts[0], options, data, report):
-                    done += written
-                    progress(stage, done, total)
-            for one in ready.beside:
-                for stage, written in write_beside(one, data, report):
-                    done += written
-                    progress(stage, done, total)
+        _write_weights(ready, output, partial, options=options, progress=progress)
         _companions(ckpt, partial, options)
         if not report.tokenizer:
             report.tokenizer = write_tokenizer(ckpt.companions, partial, gguf=ckpt.companions != ckpt.folder)
@@ -211,6 +195,34 @@ def _export(
     else:
         remove_onnx_folder(output)
     return report
+
+
+def _write_weights(
+    ready: Prepared,
+    output: Path,
+    partial: Callable[[str], Path],
+    *,
+    options: Options,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Write the weights of all models of a folder into its data files, if the disk has room for them."""
+    from quantmoe.exporter.writing.graph_writer import write_beside, write_weights
+
+    weights = [weight for part in ready.parts for weight in part.weights]
+    weights += [weight for one in ready.beside for weight in one.weights]
+    total = sum(byte_size(weight.value) for weight in weights)
+    check_space(output, total + _beside_weights(ready, len(weights), options.facts))
+    largest = min(LARGEST, options.max_file_size) if options.browser else options.max_file_size
+    with DataFiles(partial, DATA, largest) as data:
+        done = 0
+        for part in ready.parts:
+            for stage, written in write_weights(part, ready.parts[0], options, data, ready.report):
+                done += written
+                progress(stage, done, total)
+        for one in ready.beside:
+            for stage, written in write_beside(one, data, ready.report):
+                done += written
+                progress(stage, done, total)
 
 
 def _beside_weights(ready: Prepared, weights: int, target: Target) -> int:
@@ -280,7 +292,14 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options, pa
         skeleton = ready.parts[0].skeleton
         if ready.whole is not None and skeleton.vision is not None:
             names = VISION_MODEL, EMBEDDINGS_MODEL
-            add_vision(found, skeleton.vision.NAME, skeleton.embedding_width, ready.whole, PROCESSOR, names)
+            add_vision(
+                found,
+                skeleton.vision.NAME,
+                skeleton.embedding_width,
+                model=ready.whole,
+                processor=PROCESSOR,
+                filenames=names,
+            )
             partial(PROCESSOR).write_text(json.dumps(image_processor(ckpt.image_processor), indent=2), encoding="utf-8")
         partial(GENAI).write_text(json.dumps(found, indent=2), encoding="utf-8")
     except KeyError as error:

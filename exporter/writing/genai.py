@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from quantmoe.exporter.folder.files import MODEL
 from quantmoe.exporter.folder.interface import BLOCK, HIDDEN, HIDDEN_OUT, PAGED, PAST, STATES, present
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
+from quantmoe.exporter.folder.sampling_options import sampling_of
+from quantmoe.exporter.folder.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.families import family_named
-from quantmoe.exporter.reading.sampling import sampling_of
-from quantmoe.exporter.reading.tokenizer import NAMED, end_tokens, named_token
 from quantmoe.exporter.targets import CUDA, Target
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def add_paged(config: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def add_vision(
-    config: dict[str, Any], name: str, width: int, model: Any, processor: str, filenames: tuple[str, str]
+    config: dict[str, Any], name: str, width: int, *, model: Any, processor: str, filenames: tuple[str, str]
 ) -> None:
     """Add a vision tower to genai_config.json: the decoder takes embeddings, and positions of three axes.
 

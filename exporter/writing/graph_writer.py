@@ -50,8 +50,8 @@ from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing, naming
 from quantmoe.exporter.parallel_calls import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.reading.formats import Format, MoELayer
-from quantmoe.exporter.reading.formats.base import MTP
-from quantmoe.exporter.reading.formats.rounding import distance
+from quantmoe.exporter.reading.weights.base import MTP
+from quantmoe.exporter.reading.weights.rounding import distance
 from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size
 from quantmoe.exporter.writing.genai import shares_buffer
@@ -139,7 +139,7 @@ def write_weights(
         source = chosen.source(module) if module in linears else skeleton.sources[weight.parameter]
         with doing(f"{ckpt.folder}: {source}"):
             if module in linears:
-                written = _linear(weight, skeleton, chosen, options, data, report)
+                written = _linear(weight, skeleton, chosen, options=options, data=data, report=report)
             else:
                 written = _dense(weight, skeleton, data, report)
         yield "writing other weights", written
@@ -240,7 +240,7 @@ def _tensors(spec: MoESpec, rows: dict[str, np.ndarray], options: Options) -> di
 
 
 def _linear(
-    weight: Weight, skeleton: Skeleton, chosen: Choice, options: Options, data: DataFiles, report: Report
+    weight: Weight, skeleton: Skeleton, chosen: Choice, *, options: Options, data: DataFiles, report: Report
 ) -> int:
     """Write a linear's packed weight, or make its node a MatMulNBits; return the bytes."""
     format, name = skeleton.format, weight.parameter.rpartition(".")[0]

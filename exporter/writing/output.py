@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from quantmoe.exporter.durable_files import sync
-from quantmoe.exporter.folder.files import MODEL, is_weights, weight_files
+from quantmoe.exporter.folder.files import MODEL, is_plain, is_weights, weight_files
 from quantmoe.exporter.folder.metadata import FILES
 from quantmoe.exporter.folder.model_file import load_own
 from quantmoe.exporter.folder.record import file_hash
 from quantmoe.exporter.memory import naming
-from quantmoe.exporter.reading.checkpoint import is_plain
 
 try:
     import fcntl

@@ -33,7 +33,7 @@ SEARCHING = 6.9e6
 BASE_MEMORY = 0.8e9
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DryRun:
     """The result of :func:`plan`.
 
@@ -94,6 +94,7 @@ def _searched(options: Options, ready: Prepared) -> int:
     ) + sum(spec.in_features * spec.out_features for spec in linears)
 
 
+# over 60 lines: half are its options and the fields of its result
 def plan(
     checkpoint: str | Path, output: str | Path | None, *, force: bool = False, **options: Unpack[ExportOptions]
 ) -> DryRun:
@@ -125,41 +126,18 @@ def plan(
     linears = {
         name: (scheme, spec, layout.row_bytes(spec.moe, "w2")) for name, (scheme, spec) in report.linears.items()
     }
-    others, memory = sum(size for _, _, size in linears.values()), 0
-    written: set[str] = set()
-    for part in ready.parts:
-        skeleton, chosen = part.skeleton, part.chosen
-        packed = {module for modules in chosen.parts.values() for module in modules}
-        packed |= {module for merged in chosen.shared.values() for module in merged.projections}
-        left = [
-            name
-            for name in skeleton.tensors
-            if name in skeleton.sources and name.rpartition(".")[0] not in packed and name not in chosen.tables
-        ]
-        for name, (spec, head) in chosen.tables.items():
-            if not head and skeleton.sources[name] not in written:
-                written.add(skeleton.sources[name])
-                others += cpu_panel.row_bytes(spec.moe, "w2")
-        mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
-        written |= mine.keys()
-        others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
-        memory = max(memory, _working_set(skeleton, chosen, left, layout))
-        if wanted.paged and (context := ready.ends.get(CONTEXT_LENGTH)):  # tables of cosines and sines, f32
-            turning = {(found.spec.rotary_size, found.table) for found in part.attention.found.values()}
-            others += sum(4 * int(context) * size for size, _ in turning)
-    for stored in (one.stored for one in ready.beside):
-        mine = {source: name for name, source in stored.sources.items() if source not in written}
-        others += sum(prod(stored.tensors[name].shape) * stored.itemsize(name) for name in mine.values())
+    floats, memory = _floats(ready, wanted, layout)
+    others = floats + sum(size for _, _, size in linears.values())
     from quantmoe.exporter.graph.trace import cache_sizes  # torch, which prepare has imported
 
     cache, states = cache_sizes(ready.parts[0].skeleton, ready.parts[0].attention, wanted.facts)
     experts, cores, text = sum(size for _, _, size in found.values()), native.cpus(), cost(ready, wanted)
     writing = (experts / PACKING + others / CONVERTING + _searched(wanted, ready) / SEARCHING) / cores
     return DryRun(
-        found,
-        report.shared,
-        report.apart,
-        linears,
+        layers=found,
+        shared=report.shared,
+        apart=report.apart,
+        linears=linears,
         read=format.ckpt.size,
         packed=experts,
         dense=others,
@@ -186,6 +164,36 @@ def plan(
         tokenizer=report.tokenizer,
         attention=format.attention(wanted.layers),
     )
+
+
+def _floats(ready: Prepared, wanted: Options, layout: ModuleType) -> tuple[int, int]:
+    """Return the bytes beside packed experts and linears, and those in memory while the largest part is written."""
+    others, memory = 0, 0
+    written: set[str] = set()
+    for part in ready.parts:
+        skeleton, chosen = part.skeleton, part.chosen
+        packed = {module for modules in chosen.parts.values() for module in modules}
+        packed |= {module for merged in chosen.shared.values() for module in merged.projections}
+        left = [
+            name
+            for name in skeleton.tensors
+            if name in skeleton.sources and name.rpartition(".")[0] not in packed and name not in chosen.tables
+        ]
+        for name, (spec, head) in chosen.tables.items():
+            if not head and skeleton.sources[name] not in written:
+                written.add(skeleton.sources[name])
+                others += cpu_panel.row_bytes(spec.moe, "w2")
+        mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
+        written |= mine.keys()
+        others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
+        memory = max(memory, _working_set(skeleton, chosen, left, layout))
+        if wanted.paged and (context := ready.ends.get(CONTEXT_LENGTH)):  # tables of cosines and sines, f32
+            turning = {(found.spec.rotary_size, found.table) for found in part.attention.found.values()}
+            others += sum(4 * int(context) * size for size, _ in turning)
+    for stored in (one.stored for one in ready.beside):
+        mine = {source: name for name, source in stored.sources.items() if source not in written}
+        others += sum(prod(stored.tensors[name].shape) * stored.itemsize(name) for name in mine.values())
+    return others, memory
 
 
 def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:

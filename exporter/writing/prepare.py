@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, check_floats, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, OptionError, need_path
+from quantmoe.exporter.folder.chat_template import folder_turns
 from quantmoe.exporter.folder.files import (
     DATA,
     EMBEDDINGS_MODEL,
@@ -32,16 +33,15 @@ from quantmoe.exporter.folder.files import (
 )
 from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, EOS, SHORT_CONTEXT
 from quantmoe.exporter.folder.model_file import ranks_stated
+from quantmoe.exporter.folder.tokenizer import TOKENIZER, end_tokens
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.eagle3 import take_head
 from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, ModuleScheme, find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.base import BESIDE, MTP, VISION
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.reading.template import folder_turns
-from quantmoe.exporter.reading.tokenizer import TOKENIZER, end_tokens
+from quantmoe.exporter.reading.weights.base import BESIDE, MTP, VISION
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.targets import Target
 from quantmoe.exporter.writing.genai import image_processor
 from quantmoe.exporter.writing.output import check_folder
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Report:
     """The summary of an export.
 
@@ -113,7 +113,7 @@ class Report:
     tokenizer: str = ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Part:
     """One graph of an export: the model, or what drafts for it.
 
@@ -152,7 +152,7 @@ class Beside:
     weights: list[Weight] = dataclasses.field(init=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The facts that are known before the trace.
 
@@ -188,7 +188,12 @@ def prepare(
     """
     progress("reading", 0, 1)
     format = open_format(
-        checkpoint, options.quantize, options.group_size, options.wanted, options.symmetric, options.eagle3
+        checkpoint,
+        options.quantize,
+        options.group_size,
+        activations=options.wanted,
+        symmetric=options.symmetric,
+        eagle3=options.eagle3,
     )
     if part is not None and options.expert_map is not None:
         routed = {layer.index: layer.num_experts for layer in moe_layers(format)}
@@ -197,52 +202,116 @@ def prepare(
     formats, layout = formats_of(format, options.drafter), options.layout
     floats = options.graph_type if options.facts.own_floats else None
     experts = [
-        choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers, floats)
+        choose_experts(
+            one,
+            layout,
+            options.wanted,
+            scales=options.scales,
+            layers=None if one.part else options.layers,
+            floats=floats,
+        )
         for one in formats
     ]
 
-    progress("loading torch and transformers", 0, 1)
-    # seconds, and what headers decide has been said
-    from quantmoe.exporter.graph.model import Skeleton
-    from quantmoe.exporter.graph.put_nodes import put_first_nodes
-    from quantmoe.exporter.graph.trace import attention_of
-
+    progress("loading torch and transformers", 0, 1)  # seconds, and what headers decide has been said
     family, tower = _vision(format) if options.vision else (None, None)
+    chosen = _choose_nodes(formats, experts, options, family)
+    _check_kind(format, chosen[0][0], options)
+    ends = stops(chosen[0][0])
+    turns, no_turns = folder_turns(format.ckpt.companions)
+    parts = _parts(chosen, options)
+    config, beside = _vision_models(format, parts[0].skeleton, options, family=family, tower=tower)
+    return Prepared(
+        format=format,
+        parts=parts,
+        beside=beside,
+        report=_report(parts, beside, options, no_turns),
+        ends=ends,
+        turns=turns,
+        whole=config,
+    )
+
+
+def _choose_nodes(
+    formats: Sequence[Format], experts: Sequence[Mapping[str, Any]], options: Options, family: Any
+) -> list[tuple[Skeleton, Choice]]:
+    """Return the skeleton of each part of a model, and the nodes that it gets.
+
+    Args:
+        experts: of :func:`choose_experts`, for each of ``formats``. family: of the vision tower, None without one.
+    """
+    from quantmoe.exporter.graph.model import Skeleton
+
     chosen = []
     for one, nodes in zip(formats, experts, strict=True):
         layers, window = (1, 1) if one.part else (options.layers, options.kept_states)
-        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.facts, window, family)
-        chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales, options.dense)))
+        skeleton = Skeleton(
+            one,
+            options.graph_type,
+            layers,
+            lm_head=options.lm_head,
+            target=options.facts,
+            state_window=window,
+            vision=family,
+        )
+        choice = choose(
+            skeleton,
+            nodes,
+            options.layout,
+            activations=options.wanted,
+            scales=options.scales,
+            dense=options.dense,
+        )
+        chosen.append((skeleton, choice))
         if not options.facts.library and options.graph_type == "f32":
             check_floats(one, nodes)
         if options.browser == "webgpu":
             for layer, spec in (pair for groups in nodes.values() for pair in groups):
                 check_webgpu(one.ckpt.folder, layer.title, bool(spec.w13.zero_points or spec.w2.zero_points))
-    text_model = chosen[0][0]
+    return chosen
+
+
+def _check_kind(format: Format, text_model: Skeleton, options: Options) -> None:
+    """Refuse options of other kinds of models.
+
+    Raises:
+        OptionError: naming the option.
+    """
     if format.ckpt.family.encoder:
         for option in ("mtp", "eagle3", "paged", "vision", "state_window"):
             if getattr(options, option):
                 raise OptionError(f"{option} is of models that write text: {format.ckpt.folder} is an encoder")
     if (options.state_window or 1) > 1 and not text_model.keeps_states:
         raise OptionError(f"state_window is {options.state_window}: {format.ckpt.folder} has no linear attention")
-    ends = stops(text_model)
-    turns, no_turns = folder_turns(format.ckpt.companions)
-    parts = []
-    for skeleton, choice in chosen:
-        rows = put_first_nodes(skeleton, choice, options.facts)
-        attends = attention_of(skeleton, choice, rows, options.facts, options.cache, options.paged)
-        parts.append(Part(skeleton, choice, attends))
+
+
+def _vision_models(
+    format: Format, text_model: Skeleton, options: Options, *, family: Any, tower: Any
+) -> tuple[Any, list[Beside]]:
+    """Return the configuration of the whole model and the models beside its text model; without a tower, neither."""
     if family is None or tower is None:
-        return Prepared(format, parts, [], _report(parts, [], options, no_turns), ends, turns)
+        return None, []
     from quantmoe.exporter.graph.config import whole
     from quantmoe.exporter.graph.vision.tower import Embeddings, Tower
 
     config = whole(format)
-    beside = [
+    return config, [
         Beside(VISION_MODEL, Tower(family, tower, config, options.graph_type, options.facts)),
-        Beside(EMBEDDINGS_MODEL, Embeddings(parts[0].skeleton, config.image_token_id, family.parts(config))),
+        Beside(EMBEDDINGS_MODEL, Embeddings(text_model, config.image_token_id, family.parts(config))),
     ]
-    return Prepared(format, parts, beside, _report(parts, beside, options, no_turns), ends, turns, config)
+
+
+def _parts(chosen: Sequence[tuple[Skeleton, Choice]], options: Options) -> list[Part]:
+    """Return the parts of a model with their first nodes in place and their attention recognised."""
+    from quantmoe.exporter.graph.put_nodes import put_first_nodes
+    from quantmoe.exporter.graph.trace import attention_of
+
+    parts = []
+    for skeleton, choice in chosen:
+        rows = put_first_nodes(skeleton, choice, options.facts)
+        attends = attention_of(skeleton, choice, rows, target=options.facts, cache=options.cache, paged=options.paged)
+        parts.append(Part(skeleton=skeleton, chosen=choice, attention=attends))
+    return parts
 
 
 def _vision(format: Format) -> tuple[ModuleType, Format]:
@@ -325,6 +394,7 @@ def open_format(
     checkpoint: str | Path,
     quantize: str | None,
     group_size: int | None,
+    *,
     activations: str | None = None,
     symmetric: bool = False,
     eagle3: str | Path | None = None,
@@ -364,7 +434,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
 def _report(parts: Sequence[Part], beside: Sequence[Beside], options: Options, no_turns: str) -> Report:
     """Return what is known before the tracing; no_turns: why the chat template has none."""
     format = parts[0].skeleton.format
-    report = Report(format.name, {}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
+    report = Report(format=format.name, layers={}, chat=f"no chat.* in the metadata: {no_turns}" if no_turns else "")
     report.left_out = format.left_out(VISION if beside else parts[-1].skeleton.format.part)
     if reason := format.ckpt.no_tokenizer:
         report.tokenizer = f"no tokenizer.json: {reason}; the model takes token ids: quantmoe generate --ids 1,2,3"

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from quantmoe.exporter.folder.tokenizer import TOKENIZER, read_tokenizer
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.tokenizer import TOKENIZER, read_tokenizer
 from quantmoe.exporter.writing.battery import texts
 
 #: a folder with none of these has no tokenizer

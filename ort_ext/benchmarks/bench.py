@@ -57,7 +57,7 @@ MIN_PAIRS, CELL_SECONDS = 5, 4.0
 READ_SHARE = 0.85  # of the read bandwidth, for the target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCell:
     """One row of the result; the keys of ``--output``. gbps counts packed bytes touched, gops two a multiply-add."""
 
@@ -77,7 +77,7 @@ class LayerCell:
     target_ms: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timing:
     """A cell before the machine's limits are known."""
 
@@ -98,20 +98,20 @@ class Timing:
 
         return [
             LayerCell(
-                self.shape,
-                self.weight_format,
-                self.group_size,
-                self.tokens,
-                threads,
-                self.ms,
-                self.touched_bytes / self.ms / 1e6,
-                self.operations / self.ms / 1e6,
-                peer,
-                peer_ms,
-                read / 1e9,
-                peak / 1e9,
-                bound(1, 1),
-                bound(READ_SHARE, peak_share(self.weight_format, self.group_size)),
+                shape=self.shape,
+                weight_format=self.weight_format,
+                group_size=self.group_size,
+                tokens=self.tokens,
+                threads=threads,
+                ms=self.ms,
+                gbps=self.touched_bytes / self.ms / 1e6,
+                gops=self.operations / self.ms / 1e6,
+                peer=peer,
+                peer_ms=peer_ms,
+                read_gbps=read / 1e9,
+                vnni_gops=peak / 1e9,
+                floor_ms=bound(1, 1),
+                target_ms=bound(READ_SHARE, peak_share(self.weight_format, self.group_size)),
             )
             for peer, peer_ms in cast("dict[str | None, float | None]", self.peers or {None: None}).items()
         ]
@@ -205,7 +205,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def measure(
-    sides: Sequence[Side | Ggml], shape: Shape, tokens: int, repeat: int, skew: bool, cycle: Cycle, seed: int = 1
+    sides: Sequence[Side | Ggml], shape: Shape, tokens: int, *, repeat: int, skew: bool, cycle: Cycle, seed: int = 1
 ) -> tuple[list[float], int]:
     """Median ms of each side over alternating calls, and the number of experts a call touches.
 
@@ -274,6 +274,7 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 # --- the command ---
 
 
+# over 60 lines: half are its options
 def bench(
     shape: Annotated[
         list[str] | None,
@@ -286,10 +287,13 @@ def bench(
         list[int] | None,
         typer.Option(help="measure these group sizes; -1: a row", show_default="32,128", **listed(int)),
     ] = None,
+    *,
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            help="measure calls of N tokens, or ranges as 1..8", show_default="1,4,..,1024", **listed(int, 1, True)
+            help="measure calls of N tokens, or ranges as 1..8",
+            show_default="1,4,..,1024",
+            **listed(int, 1, ranges=True),
         ),
     ] = None,
     threads: Annotated[int, typer.Option(min=0, help="use N CPU threads; 0: one a CPU")] = 0,
@@ -339,7 +343,9 @@ def bench(
             _sessions(console, layers, threads, against, Path(folder))
             return []
         tokens = tokens or [1, 4, 16, 64, 256, 1024]
-        cells = _cells(console, layers, tokens, threads, repeat, against, skew, Path(folder))
+        cells = _cells(
+            console, layers, tokens, threads=threads, repeat=repeat, against=against, skew=skew, folder=Path(folder)
+        )
     if json_file:
         json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n", encoding="utf-8")
     if plot:
@@ -354,6 +360,7 @@ def _cells(
     console: Console,
     layers: Sequence[Chosen],
     tokens: Sequence[int],
+    *,
     threads: int,
     repeat: int,
     against: Sequence[str],
@@ -371,7 +378,9 @@ def _cells(
         with console.status(f"{title}: making weights"):
             layer = Layer.random(size, kind, group)
             sides: list[Side | Ggml] = [Side(layer.write(folder), size.experts)]
-            found = {name: _peer(console, title, layer, name, threads, folder) for name in against}
+            found = {
+                name: _peer(console, title, layer, against=name, threads=threads, folder=folder) for name in against
+            }
             peers = {name: peer for name, peer in found.items() if peer}
             sides += peers.values()
             touch_all(sides, size)
@@ -380,10 +389,19 @@ def _cells(
         cycle = Cycle(size.experts, seed=2)
         for n in tokens:
             with console.status(f"{title}: {n} tokens"):
-                ms, touched = measure(sides, size, n, repeat, skew, cycle)
-            operations = n * size.top_k * layer.operations
-            work = (touched * layer.expert_bytes, operations)
-            timings.append(Timing(name, kind, group, n, *work, ms[0], dict(zip(peers, ms[1:], strict=True))))
+                ms, touched = measure(sides, size, n, repeat=repeat, skew=skew, cycle=cycle)
+            timings.append(
+                Timing(
+                    shape=name,
+                    weight_format=kind,
+                    group_size=group,
+                    tokens=n,
+                    touched_bytes=touched * layer.expert_bytes,
+                    operations=n * size.top_k * layer.operations,
+                    ms=ms[0],
+                    peers=dict(zip(peers, ms[1:], strict=True)),
+                )
+            )
             if not console.is_terminal:  # which would show what is being measured
                 typer.echo(f"{title}: {n} tokens in {ms[0]:.3g} ms", err=True)
         del sides, found, peers
@@ -391,13 +409,21 @@ def _cells(
             file.unlink()
     reads.append(probe_read(threads, folder))
     peaks.append(probe_int8(threads))
-
     cells = [cell for t in timings for cell in t.cells(threads, max(reads), max(peaks))]
     _print(console, cells)
-    limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
-    shares = [peak_share(t.weight_format, t.group_size) for t in timings]
     routing = "Zipf 1.0" if skew else "uniform"
     what = f"{_kernel()}, ONNX Runtime {ort.__version__}, {threads} threads, {routing} routing"
+    _print_limits(console, what, timings, reads=reads, peaks=peaks)
+    console.print(worst(cells), highlight=False)
+    return cells
+
+
+def _print_limits(
+    console: Console, what: str, timings: Sequence[Timing], *, reads: Sequence[float], peaks: Sequence[float]
+) -> None:
+    """Print what was measured, and the machine's limits before and after."""
+    limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
+    shares = [peak_share(t.weight_format, t.group_size) for t in timings]
     console.print(f"{what}; before and after: {', '.join(limits)}", highlight=False)
     aim = f"our aim is {READ_SHARE:.0%} of the one and, by format, {min(shares):.0%} to {max(shares):.0%} of the other"
     if "amx" in _kernel():
@@ -408,11 +434,11 @@ def _cells(
     )
     if max(reads) > 1.1 * min(reads) or max(peaks) > 1.1 * min(peaks):
         console.print("this machine was not quiet: its limits moved by more than 10 %", style="yellow")
-    console.print(worst(cells), highlight=False)
-    return cells
 
 
-def _peer(console: Console, title: str, layer: Layer, against: str, threads: int, folder: Path) -> Side | Ggml | None:
+def _peer(
+    console: Console, title: str, layer: Layer, *, against: str, threads: int, folder: Path
+) -> Side | Ggml | None:
     try:
         if against == "ggml":
             return Ggml(layer.shape, layer.kind, layer.group_size, layer.experts, threads)

@@ -27,9 +27,9 @@ from quantmoe.benchmarks.child_processes import how_ended, unheard_interrupts
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import GENAI
 from quantmoe.exporter.folder.interface import PAST, STATES, present
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
 from quantmoe.exporter.folder.model_file import model_path
-from quantmoe.exporter.reading.sampling import read_object
 from quantmoe.exporter.targets import CPU
 from quantmoe.ort_ext import cuda_library_path, library_path
 from quantmoe.runtime.cache import Buffer
@@ -367,14 +367,14 @@ class LlamaCpp:
     def one_by_one(self, ids: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the logits of each of these tokens [tokens], a step each; f32 [vocabulary]."""
         self._reserve(len(ids), 1)
-        self._api.llama_memory_clear(self._memory, True)
+        self._api.llama_memory_clear(self._memory, True)  # noqa: FBT003
         for at, token in enumerate(ids):
             self._step(np.array([[token]]), at)
             yield self.logits()
 
     def prefill(self, tokens: int) -> float:
         self._reserve(tokens, 1)
-        self._api.llama_memory_clear(self._memory, True)
+        self._api.llama_memory_clear(self._memory, True)  # noqa: FBT003
         self._length = 0
         return self._prompt(0, tokens)
 
@@ -414,13 +414,13 @@ class Process:
     """A side in a new process. Attributes are its methods.
 
     Args:
-        name: for errors. side, arguments: the class and what it is made of. cpu: times are the CPU's, not the clock's.
+        name: for errors. side, arguments: what makes it, and of what. cpu: times are the CPU's, not the clock's.
 
     Raises:
         ModelError: the side's own words when it raises; that it was killed when it was.
     """
 
-    def __init__(self, name: str, side: type, *arguments: Any, cpu: bool = False):
+    def __init__(self, name: str, side: Callable[..., Any], *arguments: Any, cpu: bool = False):
         context = multiprocessing.get_context("spawn")
         self._name, (self._pipe, end) = name, context.Pipe()
         self._process = context.Process(target=_serve, args=(end, side, arguments, cpu), daemon=True)
@@ -457,7 +457,7 @@ class Process:
         self._process.join()
 
 
-def _serve(pipe: Any, side: type, arguments: tuple[Any, ...], cpu: bool) -> None:
+def _serve(pipe: Any, side: Callable[..., Any], arguments: tuple[Any, ...], cpu: bool) -> None:
     global clock
     clock = time.process_time if cpu else time.perf_counter
 

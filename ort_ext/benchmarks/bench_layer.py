@@ -59,10 +59,10 @@ class Layer:
             spread = float(np.nanstd(table)) * math.sqrt(k)  # products keep unit variance
             unit = 1.0 if code == "nvfp4" else spread
             return QuantizedMatrix(
-                code,
-                codes,
-                (rng.uniform(0.5, 1.5, shape) / unit).astype(SCALE_DTYPES[scale_type]),
-                group_size,
+                kind=code,
+                codes=codes,
+                scales=(rng.uniform(0.5, 1.5, shape) / unit).astype(SCALE_DTYPES[scale_type]),
+                group_size=group_size,
                 zero_points=rng.integers(0, top, shape, dtype=np.uint8) if zero_points else None,
                 global_scale=1 / spread if code == "nvfp4" else None,
                 input_scale=0.01 if activations == "nvfp4" else None,
@@ -111,7 +111,15 @@ class Layer:
         weights = [(n, r.view(np.int32)) for n, r in zip(("w13", "w2"), rows, strict=True)]
         inputs = {"x": (np.float32, s.hidden), "ids": (np.int64, s.top_k), "weights": (np.float32, s.top_k)}
         order = ["x", "ids", "weights", "w13", "w2"]
-        return self._save(folder / "quantmoe.onnx", "QuantMoE", DOMAIN, inputs, weights, order, spec.attributes())
+        return self._save(
+            folder / "quantmoe.onnx",
+            "QuantMoE",
+            DOMAIN,
+            inputs=inputs,
+            weights=weights,
+            order=order,
+            attributes=spec.attributes(),
+        )
 
     def write_qmoe(self, folder: Path) -> Path:
         """Write com.microsoft::QMoE with equal weights: inputs x [n, H], logits and weights [n, E]; output y [n, H].
@@ -164,7 +172,15 @@ class Layer:
         attributes |= {"block_size": g} if g != -1 else {}
         inputs = {"x": (np.float32, s.hidden), "logits": (np.float32, s.experts), "weights": (np.float32, s.experts)}
         order = ["x", "logits", "fc1", "fc1_scales", None, "fc2", "fc2_scales", *[None] * 7, "weights"]
-        return self._save(folder / "qmoe.onnx", "QMoE", "com.microsoft", inputs, weights, order, attributes)
+        return self._save(
+            folder / "qmoe.onnx",
+            "QMoE",
+            "com.microsoft",
+            inputs=inputs,
+            weights=weights,
+            order=order,
+            attributes=attributes,
+        )
 
     def write_data(self, path: Path, weights: Sequence[Sequence[np.ndarray]]) -> list[tuple[int, int]]:
         """Write each weight's distinct experts, repeated to all, to a file, and wait until it is on the disk.
@@ -189,6 +205,7 @@ class Layer:
         path: Path,
         op: str,
         domain: str,
+        *,
         inputs: Mapping[str, tuple[type, int]],
         weights: Sequence[tuple[str, np.ndarray]],
         order: Sequence[str | None],

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,7 +61,7 @@ ROOM = 64  # tokens after the deepest depth, at least; genai goes on where its l
 PROFILE_LINES = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelCell:
     """One row of the result; the keys of ``--output``.
 
@@ -111,8 +112,17 @@ def cells(
     (_, ours), *peers = times.items()
     median = statistics.median(ours)
     share = touched / median / read if touched and read else None
-    where = (step.step, step.tokens, step.depth, step.batch)
-    alone = ModelCell(*where, 1e3 * median, 1e3 * min(ours), step.tokens / median, touched, share)
+    alone = ModelCell(
+        step=step.step,
+        tokens=step.tokens,
+        depth=step.depth,
+        batch=step.batch,
+        ms=1e3 * median,
+        ms_min=1e3 * min(ours),
+        tokens_per_second=step.tokens / median,
+        bytes=touched,
+        bandwidth_share=share,
+    )
     return [
         replace(
             alone,
@@ -202,6 +212,7 @@ def bench_model(
         list[int] | None,
         typer.Option(help="generate after N tokens in the cache", show_default="0,2048,16384", **listed(int, least=0)),
     ] = None,
+    *,
     prefill: Annotated[
         list[int] | None,
         typer.Option(help="read prompts of N tokens", show_default="128,512,2048", **listed(int, least=1)),
@@ -252,11 +263,15 @@ def bench_model(
         root = keep or Path(temporary)
         file = Path(model) if Path(model).is_file() else None
         if weights:
-            file = gguf_of_shape(console, model, layers, weights, against, root)
+            file = gguf_of_shape(console, model, layers, weights=weights, against=against, root=root)
         if file:
             folder = exported(console, file, device, root)
         else:
-            folder = of_shape(console, model, layers, lm_head, device, against, root) if shape else Path(model)
+            folder = (
+                of_shape(console, model, layers, lm_head=lm_head, device=device, against=against, root=root)
+                if shape
+                else Path(model)
+            )
         found = inspect(folder)
         check_alone(model_path(folder), found["metadata"])
         config = _config(folder)
@@ -264,14 +279,25 @@ def bench_model(
         sides = {"ours": Process("ours", *ours, cpu=cpu_time)}
         stack.callback(sides["ours"].close)
         for name in against:
-            if peer := _peer(console, name, (folder, file, device), found, config, threads, cpu_time, root):
+            if peer := _peer(
+                console,
+                name,
+                (folder, file, device),
+                found=found,
+                config=config,
+                threads=threads,
+                cpu=cpu_time,
+                root=root,
+            ):
                 sides[name] = peer
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
         room = max(ROOM, (repeat + 2) * (WARM + steps))
-        wanted = _steps(console, config, cache, len(sides), room, prefill, depths, batch)
+        wanted = _steps(
+            console, config, cache, sides=len(sides), room=room, prefill=prefill, depths=depths, batches=batch
+        )
         reads = [] if on_gpu else [probe_read(threads, Path(temporary))]
-        timed = _timings(console, sides, wanted, repeat, steps, room)
+        timed = _timings(console, sides, wanted, repeat=repeat, steps=steps, room=room)
         reads += [] if on_gpu else [probe_read(threads, Path(temporary))]
         done = [
             cell
@@ -355,6 +381,7 @@ def _peer(
     console: Console,
     name: str,
     model: tuple[Path, Path | None, str],
+    *,
     found: Mapping[str, Any],
     config: Mapping[str, Any],
     threads: int,
@@ -388,6 +415,7 @@ def _steps(
     console: Console,
     config: Mapping[str, Any],
     cache: Mapping[str, int],
+    *,
     sides: int,
     room: int,
     prefill: Sequence[int] | None,
@@ -416,7 +444,7 @@ def _steps(
 
 
 def _timings(
-    console: Console, sides: dict[str, Process], wanted: Sequence[TimedStep], repeat: int, steps: int, room: int
+    console: Console, sides: dict[str, Process], wanted: Sequence[TimedStep], *, repeat: int, steps: int, room: int
 ) -> list[tuple[TimedStep, dict[str, list[float]]]]:
     found = []
     for step in wanted:
@@ -450,7 +478,7 @@ def _timings(
 
 def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[TimedStep]) -> list[dict[str, Any]]:
     """Our time by node type, printed and returned: one run of each."""
-    side = Process("profile", Ours, str(folder), threads, True)
+    side = Process("profile", partial(Ours, profile=True), str(folder), threads)
     try:
         runs = []
         for step in wanted:

@@ -109,6 +109,7 @@ def of_shape(
     console: Console,
     name: str,
     layers: int | None,
+    *,
     lm_head: Literal["int4", "int8"] | None,
     device: Literal["cpu", "cuda"],
     against: Sequence[str],
@@ -125,7 +126,7 @@ def of_shape(
 
 
 def gguf_of_shape(
-    console: Console, name: str, layers: int | None, weights: str, against: Sequence[str], root: Path
+    console: Console, name: str, layers: int | None, *, weights: str, against: Sequence[str], root: Path
 ) -> Path:
     """Return a GGUF file of a shape."""
     layers = _layers(name, layers, against, root)

@@ -108,7 +108,7 @@ class Ggml:
         lib = self._lib
         self._backend = lib.ggml_backend_cpu_init()
         lib.ggml_backend_cpu_set_n_threads(self._backend, threads)
-        context = lib.ggml_init(_InitParams(1 << 16, None, True))
+        context = lib.ggml_init(_InitParams(mem_size=1 << 16, no_alloc=True))
         h, i, e = shape.hidden, shape.intermediate, shape.experts
         self._weights = [lib.ggml_new_tensor_3d(context, TYPES[kind], k, n, e) for n, k in ((i, h), (i, h), (h, i))]
         lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self._buffer_type(kind == "int4"))
@@ -135,7 +135,7 @@ class Ggml:
     def _graph(self, tokens: int) -> tuple[list[int], int, int]:
         """Return inputs x, ids, weights; the output; the graph."""
         lib, s = self._lib, self._shape
-        context = lib.ggml_init(_InitParams(1 << 20, None, True))
+        context = lib.ggml_init(_InitParams(mem_size=1 << 20, no_alloc=True))
         x = lib.ggml_new_tensor_3d(context, F32, s.hidden, 1, tokens)
         ids = lib.ggml_new_tensor_2d(context, I32, s.top_k, tokens)
         weights = lib.ggml_new_tensor_3d(context, F32, 1, s.top_k, tokens)

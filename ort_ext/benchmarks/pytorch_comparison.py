@@ -25,7 +25,7 @@ from quantmoe.runtime.generate import Generator
 LIMIT = 8 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Greedy tokens of both, and how far the logits are apart (None: not compared).
 
@@ -66,7 +66,15 @@ def compare(
     found = generator.greedy(ids, new_tokens)
     experts = sum(x.num_experts * x.hidden_size * x.intermediate_size * 3 for x in skeleton.experts.values())
     if 4 * (experts + sum(p.numel() for p in skeleton.model.parameters())) > LIMIT:
-        return Comparison(found.tokens, [], None, None, len(ids), found.prefill, found.tokens_per_second)
+        return Comparison(
+            tokens=found.tokens,
+            expected_tokens=[],
+            difference=None,
+            float_difference=None,
+            prompt=len(ids),
+            prefill=found.prefill,
+            decode_rate=found.tokens_per_second,
+        )
     reference, expected = dequantized(skeleton), list(ids)
     with torch.no_grad():
         for _ in range(new_tokens):
@@ -81,15 +89,17 @@ def compare(
     with _float_twin(model_path(model)) as other:
         exact = None if other is None else difference(Generator(other))[0]
     own, ours = difference(generator)
+    apart, agreement = divergence(ours, logits)
     return Comparison(
-        found.tokens,
-        expected[len(ids) :],
-        own,
-        exact,
-        len(ids),
-        found.prefill,
-        found.tokens_per_second,
-        *divergence(ours, logits),
+        tokens=found.tokens,
+        expected_tokens=expected[len(ids) :],
+        difference=own,
+        float_difference=exact,
+        prompt=len(ids),
+        prefill=found.prefill,
+        decode_rate=found.tokens_per_second,
+        divergence=apart,
+        agreement=agreement,
     )
 
 

@@ -301,6 +301,17 @@ def _expert(stem: str, e: int) -> str:
     return f"{layer}.experts.{e}.{projection}"
 
 
+def _header(tensors: Mapping[str, tuple[str, Any, Any]]) -> tuple[bytes, int]:
+    """Return a shard's header, and the bytes of its data."""
+    header, offset = {}, 0
+    for name, (dtype, shape, _) in tensors.items():
+        end = offset + math.prod(shape) * BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8), offset
+
+
 def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool = True) -> int:
     """Write config.json, the index and all shards; return their bytes.
 
@@ -339,13 +350,7 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
     for number, tensors in enumerate(shards(config, group_size)):
         name = f"model-{number + 1:05d}-of-{every:05d}.safetensors"
         tensors = dict(sorted(tensors.items(), key=lambda item: len(item[1][1])))  # vectors next to the header
-        header, offset = {}, 0
-        for tensor, (dtype, shape, _) in tensors.items():
-            end = offset + math.prod(shape) * BYTES[dtype]
-            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text, size = _header(tensors)
         with open(folder / name, "wb", buffering=1 << 20) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for dtype, shape, values in tensors.values():
@@ -357,9 +362,9 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
                     count = min(left, 1 << 21)
                     file.write(content(values, dtype, count))
                     left -= count
-            file.truncate(8 + len(text) + offset)
+            file.truncate(8 + len(text) + size)
         weight_map |= dict.fromkeys(tensors, name)
-        total += 8 + len(text) + offset
+        total += 8 + len(text) + size
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
     )

@@ -20,10 +20,10 @@ from quantmoe.runtime.cache_memory import DecodeStep, Rooms
 from quantmoe.runtime.opened_model import OpenedModel
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.reading.sampling import Sampling
-    from quantmoe.runtime.constraint import Constraint
-    from quantmoe.runtime.device_sampling import Choice
-    from quantmoe.runtime.sampling import Choose
+    from quantmoe.exporter.folder.sampling_options import Sampling
+    from quantmoe.runtime.choosing.constraint import Constraint
+    from quantmoe.runtime.choosing.device_sampling import Choice
+    from quantmoe.runtime.choosing.sampling import Choose
 
 
 class Batch(Iterator[tuple[int, int]]):
@@ -46,6 +46,7 @@ class Batch(Iterator[tuple[int, int]]):
         model: OpenedModel,
         rooms: Rooms,
         prompts: Iterable[Iterable[int]],
+        *,
         max_new_tokens: int,
         stop: Sequence[int],
         sampling: Sampling | None,
@@ -58,14 +59,7 @@ class Batch(Iterator[tuple[int, int]]):
             )
         if model.speculate is not None:
             raise ModelError(f"{model.path}: prompts that run together take no drafts: speculate is {model.speculate}")
-        rows = []
-        for number, ids in enumerate(prompts):
-            try:
-                rows.append(model.check(ids, room=1))
-            except (ModelError, OptionError) as error:
-                raise type(error)(f"prompt {number}: {error}") from None
-        if not rows:
-            raise ModelError("there are no prompts")
+        rows = _checked(model, prompts)
         if constraints and len(constraints) != len(rows):
             raise OptionError(
                 f"constraints has {len(constraints)} entries, expected one for each of {len(rows)} prompts"
@@ -252,3 +246,20 @@ class Batch(Iterator[tuple[int, int]]):
         for name, value in given.items():
             self._binding.bind_cpu_input(name, value)
         return self._model.run_bound(self._binding, new, before, batch)
+
+
+def _checked(model: OpenedModel, prompts: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Raises:
+        ModelError, OptionError: there are none; a prompt that the model does not take, by its number.
+    """
+    rows = []
+    for number, ids in enumerate(prompts):
+        try:
+            rows.append(model.check(ids, room=1))
+        except (ModelError, OptionError) as error:
+            raise type(error)(f"prompt {number}: {error}") from None
+    if not rows:
+        raise ModelError("there are no prompts")
+    return rows

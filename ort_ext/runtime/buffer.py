@@ -113,7 +113,7 @@ class Buffer:
         size = width * self.dtype.itemsize
         if count:
             pitch = source.value.shape()[2] * size
-            gpu.copy(self.address(), source.address(), count * size, heads, tokens * size, pitch)
+            gpu.copy(self.address(), source.address(), count * size, height=heads, to_pitch=tokens * size, pitch=pitch)
 
     @property
     def on_host(self) -> bool:

@@ -13,21 +13,23 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
-from quantmoe.exporter.reading.reply_formats import FORMATS
-from quantmoe.exporter.reading.sampling import Sampling, folder_sampling
-from quantmoe.exporter.reading.template import load_template
-from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
+from quantmoe.exporter.folder.chat_template import load_template
+from quantmoe.exporter.folder.reply_formats import FORMATS
+from quantmoe.exporter.folder.sampling_options import Sampling, folder_sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.cache import TAIL, Cache
-from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing.reply_parser import Delta, ReplyParser
+from quantmoe.runtime.choosing.required_calls import required_calls
 from quantmoe.runtime.generate import ANOTHER, Generated, Generator
 from quantmoe.runtime.opened_model import need_count
-from quantmoe.runtime.reply_parser import Delta, ReplyParser
-from quantmoe.runtime.required_calls import required_calls
 
 T = TypeVar("T")
 #: tokens at the end of a prompt that may open reasoning
 PROMPT_END = 64
+#: variables of a chat template that messages and tools give
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class TemplateArguments:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tools, taken = self.tools, {"messages", "tools", "add_generation_prompt"}
+        tools = self.tools
         if tools is not None and (isinstance(tools, str | Mapping) or not all(map(_is_tool, tools))):
             raise OptionError(
                 f'tools is {reprlib.repr(tools)}, expected a list of {{"type": "function", "function": {{"name": ..}}}}'
@@ -59,7 +61,7 @@ class TemplateArguments:
             raise OptionError(f"tool_choice is {self.tool_choice!r}, expected one of: {', '.join(known)}")
         if not isinstance(self.variables, Mapping) or not all(isinstance(name, str) for name in self.variables):
             raise OptionError(f"variables is {self.variables!r}, expected names and values of a template's variables")
-        if found := sorted(taken & self.variables.keys()):
+        if found := sorted(GIVEN & self.variables.keys()):
             raise OptionError(f"variables has {found[0]}, which messages and tools give; expected other names")
 
     @property
@@ -122,9 +124,20 @@ class Text:
             )
         if self.template:
             return self.ids(self.template.render(messages, **(arguments or TemplateArguments()).rendered_with()))
-        if arguments is not None and arguments != TemplateArguments():
-            raise OptionError("tools and template arguments need a chat template, and the folder has none")
+        self.check_arguments(arguments)
         return [*before, *self.ids(messages[-1]["content"], begins=not before)]
+
+    def check_arguments(self, arguments: TemplateArguments | None) -> None:
+        """Check that a template takes ``arguments``.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if self.template is None and arguments not in (None, TemplateArguments()):
+            raise OptionError(
+                "tools and variables need a chat template, and the model has none: describe tools in the prompt, or "
+                "put a chat_template.jinja into the folder"
+            )
 
     def ids(self, text: str, begins: bool = False) -> list[int]:
         """Return the token ids of a text; with ``begins``, also the special tokens at the begin of a text.
@@ -199,6 +212,7 @@ class Chat:
 
     Raises:
         ModelError: there is no tokenizer.json, or a file is damaged.
+        OptionError: there is no chat template for ``arguments``.
     """
 
     def __init__(
@@ -210,6 +224,7 @@ class Chat:
     ):
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
+        self.text.check_arguments(arguments)
         self.cache.tail = TAIL
         self.arguments = arguments or TemplateArguments()
         self.sampling = folder_sampling(model.path.parent)
@@ -249,7 +264,12 @@ class Chat:
             ModelError: the template refuses the messages, Generator.stream fails, or the next reply was begun.
         """
         return self._answer(
-            message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: [piece] if piece else []
+            message,
+            max_new_tokens,
+            stop,
+            sampling=sampling,
+            grammar=grammar,
+            give=lambda piece, deltas: [piece] if piece else [],
         )
 
     def deltas(
@@ -264,7 +284,9 @@ class Chat:
 
         Arguments and errors are :meth:`reply`'s.
         """
-        return self._answer(message, max_new_tokens, stop, sampling, grammar, lambda piece, deltas: deltas)
+        return self._answer(
+            message, max_new_tokens, stop, sampling=sampling, grammar=grammar, give=lambda piece, deltas: deltas
+        )
 
     def clear(self) -> None:
         """Begin a new conversation. System prompts stay."""
@@ -311,6 +333,7 @@ class Chat:
         message: str | Sequence[dict[str, Any]],
         max_new_tokens: int,
         stop: Sequence[str],
+        *,
         sampling: Sampling | None,
         grammar: Grammar | None,
         give: Callable[[str, list[Delta]], list[T]],
@@ -321,7 +344,9 @@ class Chat:
         need_count("max_new_tokens", max_new_tokens)
         with self.cache.gate:
             self._end_answer()
-            pieces = _Pieces(self.cache.gate, self._begin(added, max_new_tokens, stop, sampling, grammar, give))
+            pieces = _Pieces(
+                self.cache.gate, self._begin(added, max_new_tokens, stop, sampling=sampling, grammar=grammar, give=give)
+            )
             self._answering = weakref.ref(pieces)
             return pieces
 
@@ -336,6 +361,7 @@ class Chat:
         added: Sequence[dict[str, Any]],
         max_new_tokens: int,
         stop: Sequence[str],
+        *,
         sampling: Sampling | None,
         grammar: Grammar | None,
         give: Callable[[str, list[Delta]], list[T]],
@@ -351,16 +377,22 @@ class Chat:
             grammar = calls
         rule = None if grammar is None else own.constraint(grammar, ids, self.model.vocabulary)
         self.last = found = self.model.stream(
-            ids[self.kept :], max_new_tokens, own.stop, sampling or self.sampling, self.cache, constraint=rule
+            ids[self.kept :],
+            max_new_tokens,
+            own.stop,
+            sampling=sampling or self.sampling,
+            cache=self.cache,
+            constraint=rule,
         )
         text = TextStream(own.tokenizer, stop, () if own.template else ids, special=True)
-        return self._pieces(asked, ids, rendered, found, text, give)
+        return self._pieces(asked, ids, rendered, found=found, text=text, give=give)
 
     def _pieces(
         self,
         asked: list[dict[str, Any]],
         ids: list[int],
         rendered: str,
+        *,
         found: Generated,
         text: TextStream,
         give: Callable[[str, list[Delta]], list[T]],
@@ -485,6 +517,7 @@ def answers(
     model: Generator,
     text: Text,
     prompts: Sequence[Sequence[int]],
+    *,
     max_new_tokens: int = 512,
     stop: Sequence[str] = (),
     sampling: Sampling | None = None,

@@ -48,26 +48,34 @@ def library() -> Any:
 
 @functools.cache
 def stream() -> int:
-    """Return the stream of this process's sessions on the GPU, which is never closed."""
+    """Return the stream of this process's sessions on the GPU."""
+    return open_stream()
+
+
+def open_stream() -> int:
+    """Open a stream, which is never closed."""
     made = _PTR()
     checked(library().qm_cuda_open_stream, ctypes.byref(made))
     assert made.value is not None
     return made.value
 
 
-def wait() -> None:
-    """Wait until all that was started has ended."""
-    checked(library().qm_cuda_wait, _PTR(stream()))
+def wait(on: int | None = None) -> None:
+    """Wait until all that was started on a stream has ended; None: on the sessions' stream."""
+    checked(library().qm_cuda_wait, _PTR(stream() if on is None else on))
 
 
-def copy(to: int, source: int, width: int, height: int = 1, to_pitch: int = 0, pitch: int = 0) -> None:
+def copy(
+    to: int, source: int, width: int, *, height: int = 1, to_pitch: int = 0, pitch: int = 0, on: int | None = None
+) -> None:
     """Start a copy between addresses of the GPU's memory or the host's.
 
     Args:
         width: bytes of each of ``height`` pieces. to_pitch, pitch: bytes from a piece to the next; 0: width.
+        on: a stream; None: the sessions' stream.
     """
     given = (_PTR(to), _SIZE(to_pitch or width), _PTR(source), _SIZE(pitch or width), _SIZE(width), _SIZE(height))
-    checked(library().qm_cuda_copy, *given, _PTR(stream()))
+    checked(library().qm_cuda_copy, *given, _PTR(stream() if on is None else on))
 
 
 def fetch(array: np.ndarray, address: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Generator as Generation
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,21 +15,22 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError, need_path
 from quantmoe.exporter.folder.files import GENAI, MTP_MODEL
+from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.folder.model_file import load, model_path
 from quantmoe.exporter.folder.record import check_recorded, is_recorded
+from quantmoe.exporter.folder.sampling_options import Sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.memory import DRAFTS
-from quantmoe.exporter.reading.sampling import Sampling, read_object
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache import Cache, SharedCache
 from quantmoe.runtime.cache_memory import DecodeStep, Rooms
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.device_sampling import Choice
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.device_sampling import Choice
+from quantmoe.runtime.choosing.sampling import Choose
 from quantmoe.runtime.opened_model import OpenedModel, is_count, need_count, shares_buffer_of, token_ids
-from quantmoe.runtime.sampling import Choose
 from quantmoe.runtime.saved_states import load as load_states
 from quantmoe.runtime.saved_states import save as save_states
 from quantmoe.runtime.speculate import Head, Lookup, OtherModel, Speculation
@@ -63,6 +64,7 @@ class Generated(Iterator[int]):
         steps: Iterator[tuple[int, np.ndarray]],
         cache: Cache,
         prompt: int,
+        *,
         most: int,
         stop: Sequence[int],
         logits: bool = False,
@@ -158,10 +160,12 @@ class Generator(OpenedModel):
         FileNotFoundError: this installation has no library for the device.
     """
 
+    # over 60 lines: the options of a session, most of which it passes on
     def __init__(
         self,
         path: str | Path,
         threads: int = 0,
+        *,
         prefault: bool = False,
         chunk: int | None = None,
         capacity: int | None = None,
@@ -181,24 +185,12 @@ class Generator(OpenedModel):
         batch: int = 1,
         num_logits: int | None = None,
     ):
-        for name, value, known in (
-            ("device", device, tuple(dict.fromkeys(target.device for target in TARGETS.values()))),
-            ("experts", experts, (None, "gpu", "host", "disk", "auto")),
-        ):
-            if value not in known:
-                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
         lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
-        lengths["num_logits"] = num_logits
-        for name, number in lengths.items():
-            if number is not None:
-                need_count(name, number)
+        sizes = {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}
+        _check_options(device, experts, lengths | {"num_logits": num_logits}, sizes=sizes)
         need_count("threads", threads, 0)
         if drafts is not None and speculate is None:
             raise OptionError(f"drafts is {drafts}, but speculate is None, expected one of: ngram, mtp, a folder")
-        for name, size in {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}.items():
-            auto = "" if name == "reserve" else " or auto"
-            if not (size is None or is_count(size, 0) or (auto and size == "auto")):
-                raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
         path = model_path(path)
         other = None if speculate in (None, "ngram", "mtp") else _drafting_model(speculate, path, device)
         on_gpu = of_device(device).on_gpu
@@ -234,22 +226,30 @@ class Generator(OpenedModel):
             if drafts is not None and drafts > self.context:
                 raise OptionError(f"drafts is {drafts}, expected a number from 1 to {self.context}")
             self.step_tokens = 1 + self.drafts
+            self._check_drafts()
         #: the model that drafts, of multi-token prediction or another one
         self.head: Generator | None = None
-        if speculate is not None:
-            self._check_drafts()
+        asked = cuda_graph if self.cuda_graph else False
         if speculate == "mtp":
-            path, metadata = self.path.with_name(MTP_MODEL), self.session.get_modelmeta().custom_metadata_map
-            if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
-                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
-            check_recorded(self.path, metadata, path)
-            asked = cuda_graph if self.cuda_graph else False
-            self.head = Generator(path, threads, prefault, self.chunk, device=device, cuda_graph=asked)
+            self.head = Generator(
+                self._mtp_path(), threads, prefault=prefault, chunk=self.chunk, device=device, cuda_graph=asked
+            )
             # it reads those accepted and the one after them, then drafts one by one
             self.head.step_tokens = self.drafts + 2
         elif other is not None:
-            asked = cuda_graph if self.cuda_graph else False
-            self.head = _Drafting(other, threads, prefault, device=device, cuda_graph=asked)
+            self.head = _Drafting(other, threads, prefault=prefault, device=device, cuda_graph=asked)
+
+    def _mtp_path(self) -> Path:
+        """Return the file of the layer that drafts, which was exported with this model.
+
+        Raises:
+            ModelError: there is none, or it is of another export.
+        """
+        path, metadata = self.path.with_name(MTP_MODEL), self.session.get_modelmeta().custom_metadata_map
+        if not (self.hidden and (path.is_file() or is_recorded(metadata, MTP_MODEL))):
+            raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
+        check_recorded(self.path, metadata, path)
+        return path
 
     def __enter__(self) -> Generator:
         return self
@@ -345,6 +345,7 @@ class Generator(OpenedModel):
         ids: Iterable[int],
         max_new_tokens: int = 512,
         stop: Iterable[int] = (),
+        *,
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
@@ -370,13 +371,16 @@ class Generator(OpenedModel):
         """
         self._check_kind()
         with contextlib.nullcontext() if cache is None else self._need_cache(cache).gate:
-            return self._stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
+            return self._stream(
+                ids, max_new_tokens, stop, sampling=sampling, cache=cache, logits=logits, constraint=constraint
+            )
 
     def _stream(
         self,
         ids: Iterable[int],
         max_new_tokens: int,
         stop: Iterable[int],
+        *,
         sampling: Sampling | None,
         cache: Cache | None,
         logits: bool,
@@ -394,33 +398,38 @@ class Generator(OpenedModel):
             choice = self.in_turn(lambda: self.choose([text], longest, sampling, [constraint]))
             steps = self._steps_there(ids, count, stop, choice, cache)
             cache.generation = weakref.ref(steps)
-            return Generated(steps, cache, len(ids), count, stop)
+            return Generated(steps, cache, len(ids), most=count, stop=stop)
         sample = self.sampler(sampling, [*cache.tokens, *ids])
         if constraint is not None:
             sample = constraint.sampler(sample)
         if self.speculate is None:
-            return Generated(self._steps(ids, count, stop, sample, cache), cache, len(ids), count, stop, logits)
+            return Generated(
+                self._steps(ids, count, stop, sample, cache), cache, len(ids), most=count, stop=stop, logits=logits
+            )
         draft: Lookup | Head | OtherModel = Lookup()
         if self.head is not None:
             cache.drafting = drafting = cache.drafting or self.head.cache()
             draft = Head(drafting) if self.speculate == "mtp" else OtherModel(drafting, self.vocabulary or sys.maxsize)
         speculation = Speculation(draft, self.drafts)
-        drafted = speculation.steps(cache, ids, count, stop, sample, constraint)
+        drafted = speculation.steps(cache, ids, count, stop=stop, sample=sample, constraint=constraint)
         cache.generation = weakref.ref(drafted)
-        return Generated(drafted, cache, len(ids), count, stop, logits, speculation)
+        return Generated(drafted, cache, len(ids), most=count, stop=stop, logits=logits, speculation=speculation)
 
     def generate(
         self,
         ids: Iterable[int],
         max_new_tokens: int = 512,
         stop: Iterable[int] = (),
+        *,
         sampling: Sampling | None = None,
         cache: Cache | None = None,
         logits: bool = False,
         constraint: Constraint | None = None,
     ) -> Generated:
         """Return :meth:`stream`'s tokens, all at once."""
-        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits, constraint)
+        found = self.stream(
+            ids, max_new_tokens, stop, sampling=sampling, cache=cache, logits=logits, constraint=constraint
+        )
         for _ in found:
             pass
         return found
@@ -453,7 +462,15 @@ class Generator(OpenedModel):
         """
         self._check_kind()
         need_count("max_new_tokens", max_new_tokens)
-        return Batch(self, self.rooms, prompts, max_new_tokens, token_ids("stop", stop), sampling, constraints)
+        return Batch(
+            self,
+            self.rooms,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            stop=token_ids("stop", stop),
+            sampling=sampling,
+            constraints=constraints,
+        )
 
     def generate_batch(
         self,
@@ -515,6 +532,29 @@ class Generator(OpenedModel):
         finally:  # whichever thread collects garbage may close it: nothing here takes turns
             if runs_on and not self.states:
                 cache.rewind(len(cache.tokens) - 1)
+
+
+def _check_options(
+    device: str, experts: str | None, counts: Mapping[str, int | None], *, sizes: Mapping[str, int | str | None]
+) -> None:
+    """Refuse values that no model takes.
+
+    Raises:
+        OptionError: naming the argument.
+    """
+    for name, value, known in (
+        ("device", device, tuple(dict.fromkeys(target.device for target in TARGETS.values()))),
+        ("experts", experts, (None, "gpu", "host", "disk", "auto")),
+    ):
+        if value not in known:
+            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    for name, number in counts.items():
+        if number is not None:
+            need_count(name, number)
+    for name, size in sizes.items():
+        auto = "" if name == "reserve" else " or auto"
+        if not (size is None or is_count(size, 0) or (auto and size == "auto")):
+            raise OptionError(f"{name} is {size!r}, expected a number of bytes{auto}")
 
 
 class _Drafting(Generator):

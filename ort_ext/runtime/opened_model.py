@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,15 +34,16 @@ from quantmoe.exporter.folder.metadata import (
     WORLD,
 )
 from quantmoe.exporter.folder.model_file import check_alone, load, metadata_of
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.memory import OnGpu, doing
-from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.targets import CPU, TARGETS, of_device
 from quantmoe.ort_ext import OLDEST, experts_report
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.constraint import Constraint
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.choosing.sampling import NOTHING_LEFT, Choose, Sampler
 from quantmoe.runtime.device import stream, wait
-from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
-from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler
+from quantmoe.runtime.device_weights import device_weights
 from quantmoe.runtime.session_thread import SESSION_THREAD
 
 T = TypeVar("T")
@@ -76,6 +78,7 @@ class OpenedModel:
         path: Path,
         device: Literal["cpu", "cuda"],
         threads: int,
+        *,
         prefault: bool,
         chunk: int | None,
         capacity: int | None,
@@ -154,6 +157,8 @@ class OpenedModel:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
         if self.target.on_gpu:
             _check_gpu(ort)
+            reading = ThreadPoolExecutor(1, "quantmoe-weights").submit(device_weights, self.path)
+            ort.preload_dlls()  # libraries of the CUDA provider, from the packages that have them
         library = self.target.library_path()
         try:
             options.register_custom_ops_library(library)
@@ -165,6 +170,10 @@ class OpenedModel:
         providers = [cuda if self.target.on_gpu else "CPUExecutionProvider"]
         try:
             with doing(str(self.path), self._on_gpu()):
+                if self.target.on_gpu:
+                    self._weights = reading.result()  # lives as the session
+                    for name, value in self._weights:
+                        options.add_initializer(name, value)
                 # its own second try, on the CPU, hides the first one's error
                 return ort.InferenceSession(str(self.path), options, providers=providers, enable_fallback=0)
         except MemoryError:
@@ -197,23 +206,7 @@ class OpenedModel:
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith(f"{PAST}.")}
-        floats, codes = FLOATS, CODES
-        caches = floats | codes
-        if (
-            [len(o.shape) for o in logits] != [3]
-            or not any(name.endswith(".key") for name in past)
-            or not all(i.type in caches for i in past.values())
-            or not all(i.type in floats for i in logits)
-            or not all(_declares(name, i.shape) for name, i in past.items())
-            or len({(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}) > 1
-            or not all(present(name) in self.outputs for name in past)
-        ):
-            raise ModelError(
-                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
-                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
-                f"{' or '.join(floats)}, or of codes {' or '.join(codes)}. Outputs are present.*"
-            )
+        self._check_caches(logits, past)
         #: tokens at the end of a run whose logits it gives, at most
         self.rows = 1 if logits[0].shape[1] == 1 else self._tokens_of(metadata, LOGITS)
         #: whether logits lie as the tokens do; else the last row is the last token's, wherever padding is
@@ -222,29 +215,61 @@ class OpenedModel:
             self.rows = num_logits
         self._declared = self.rows == 1 or logits[0].shape[1] != 1
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
-        self._logits = floats[logits[0].type]
+        self._logits = FLOATS[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
         if self.capacity is not None and not self.shares_buffer:
             raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
         if self.cuda_graph and not self.shares_buffer:
             raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.past = {
-            name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
+            name: ([s if isinstance(s, int) else 0 for s in i.shape], (FLOATS | CODES)[i.type])
+            for name, i in past.items()
         }
         self.states = [name for name in past if name.endswith(STATES)]
         #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
         #: dimension of it
         self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
+        self._read_hidden(speculate)
+
+    def _check_caches(self, logits: Sequence[Any], past: Mapping[str, Any]) -> None:
+        """Refuse logits, caches and states of other shapes or types.
+
+        Raises:
+            ModelError: saying what is expected.
+        """
+        windows = {(*i.shape[: len(i.shape) - _rank(name)],) for name, i in past.items() if name.endswith(STATES)}
+        if (
+            [len(o.shape) for o in logits] != [3]
+            or not any(name.endswith(".key") for name in past)
+            or not all(i.type in FLOATS | CODES for i in past.values())
+            or not all(i.type in FLOATS for i in logits)
+            or not all(_declares(name, i.shape) for name, i in past.items())
+            or len(windows) > 1
+            or not all(present(name) in self.outputs for name in past)
+        ):
+            raise ModelError(
+                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
+                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
+                f"*.recurrent_state [batch, heads, key, value]. In front may be one window of all. Types are "
+                f"{' or '.join(FLOATS)}, or of codes {' or '.join(CODES)}. Outputs are present.*"
+            )
+
+    def _read_hidden(self, speculate: str | Path | None) -> None:
+        """Read what the model gives and takes of hidden states.
+
+        Raises:
+            ModelError: they have another shape or type.
+        """
         hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
         for value in (*hidden, *(i for i in self.session.get_inputs() if i.name == HIDDEN)):
-            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in floats:
+            if len(value.shape) != 3 or not isinstance(value.shape[2], int) or value.type not in FLOATS:
                 raise ModelError(
                     f"{self.path}: {value.name} is {value.type} {value.shape}, expected [batch, sequence, width] of "
-                    f"{' or '.join(floats)}"
+                    f"{' or '.join(FLOATS)}"
                 )
         #: output of the hidden states after the last norm, where somebody drafts from them; "": none
         self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
-        self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
+        self._hidden = next(((o.shape[2], FLOATS[o.type]) for o in hidden), (0, self._logits))
         #: whether a run takes hidden states, as that of the layer which drafts
         self.takes_hidden = any(i.name == HIDDEN for i in self.session.get_inputs())
 
@@ -482,7 +507,9 @@ class OpenedModel:
         """
         assert self.choice is not None
         assert self.vocabulary is not None  # where caches are shared
-        return self.choice(texts, longest, self.vocabulary, self._logits, sampling, constraints)
+        return self.choice(
+            texts, longest, self.vocabulary, dtype=self._logits, sampling=sampling, constraints=constraints
+        )
 
     def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
         """Return logits after checking that they are finite; ``length`` is for the message.
@@ -577,7 +604,7 @@ def shares_buffer_of(path: Path) -> bool:
 
 
 def _check_gpu(ort: Any) -> None:
-    """Load the libraries of the CUDA provider from the packages that have them.
+    """Refuse to go on without a GPU.
 
     Raises:
         ModelError: ONNX Runtime has no such provider, or CUDA's driver no GPU.
@@ -591,7 +618,6 @@ def _check_gpu(ort: Any) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "nvidia-smi shows the driver's" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
         raise ModelError(f"no CUDA device: device is cuda, and this process sees no GPU ({why})")
-    ort.preload_dlls()
 
 
 def _rank(name: str) -> int:

@@ -26,9 +26,9 @@ import numpy as np
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
 from quantmoe.exporter.folder.model_file import ranks_stated
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.targets import of_device
-from quantmoe.runtime.sampling import Choose, Sampler
+from quantmoe.runtime.choosing.sampling import Choose, Sampler
 
 #: what torchrun says to each process
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,7 +38,7 @@ PATIENCE = timedelta(seconds=30)
 TOKEN = timedelta(days=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rank:
     """The rank of this process.
 
@@ -152,7 +152,7 @@ def meet(outdir: Path, device: str, seed: int | None = None) -> Rank:
             _part(store, rank, world)
     if "error" in said:
         raise ModelError(said["error"] if rank == 0 else f"rank 0: {said['error']}")
-    return Rank(rank, world, there[rank], said["group"], said["seed"], store)
+    return Rank(rank=rank, world=world, path=there[rank], group=said["group"], seed=said["seed"], store=store)
 
 
 def _group(library: str, seed: int | None) -> dict[str, Any]:

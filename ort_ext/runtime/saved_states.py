@@ -25,7 +25,7 @@ from quantmoe.exporter.durable_files import replace
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.folder.metadata import IDENTITY
 from quantmoe.exporter.memory import doing, naming
-from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.exporter.safetensors_file import DTYPES, Entry, read_header, write_safetensors
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache
@@ -94,15 +94,7 @@ def load(cache: Cache, path: str | Path) -> None:
         OSError: it cannot be read.
     """
     path, model = Path(path), cache.model
-    with open(path, "rb") as file:
-        if file.read(9)[8:] != b"{":  # after its length, the header
-            raise ModelError(f"{path}: no saved state; {EXPECTED}")
-    try:
-        header = read_header(path)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from None
-    with doing(str(path)):
-        memory = np.fromfile(path, np.uint8)
+    header, memory = _read(path)
 
     def take(name: str, dtype: np.dtype, shape: list[int]) -> np.ndarray:
         entry = header.pop(name, None)
@@ -118,9 +110,6 @@ def load(cache: Cache, path: str | Path) -> None:
             raise ModelError(f"{path}: {name}: {len(found)} of {count} bytes could be read; is it truncated?")
         return found.view(dtype).reshape(shape)
 
-    for name in (MODEL, TOKENS):
-        if name not in header:
-            raise ModelError(f"{path}: no saved state: no tensor {name}; {EXPECTED}")
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
         raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
@@ -143,13 +132,7 @@ def load(cache: Cache, path: str | Path) -> None:
         raise ModelError(f"{path}: {min(header)} is not of this model's cache")
     if model.states and (length not in states or max(states) > length):
         raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
-    if summed + 4 != len(memory):
-        raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
-    if (found := zlib.crc32(memory.data[:summed])) != checksum:
-        raise ModelError(
-            f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
-            f"{checksum:08x}: copy or save it again"
-        )
+    _check_sum(path, memory, summed, checksum=checksum)
     try:
         model.check(tokens)
     except ModelError as error:
@@ -159,6 +142,42 @@ def load(cache: Cache, path: str | Path) -> None:
         if array.dtype.kind not in "iu" and not np.isfinite(array).all():
             raise ModelError(f"{path}: {name} has numbers that are not finite")
     cache.become(tokens, keys, states)
+
+
+def _read(path: Path) -> tuple[dict[str, Entry], np.ndarray]:
+    """Return the tensors of a file by their names, and all its bytes.
+
+    Raises:
+        ModelError: it is no saved state.
+    """
+    with open(path, "rb") as file:
+        if file.read(9)[8:] != b"{":  # after its length, the header
+            raise ModelError(f"{path}: no saved state; {EXPECTED}")
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    with doing(str(path)):
+        memory = np.fromfile(path, np.uint8)
+    for name in (MODEL, TOKENS):
+        if name not in header:
+            raise ModelError(f"{path}: no saved state: no tensor {name}; {EXPECTED}")
+    return header, memory
+
+
+def _check_sum(path: Path, memory: np.ndarray, summed: int, *, checksum: int) -> None:
+    """Refuse a file whose first ``summed`` bytes have another checksum, or that has more than it after them.
+
+    Raises:
+        ModelError: saying both checksums.
+    """
+    if summed + 4 != len(memory):
+        raise ModelError(f"{path}: {CHECKSUM} is not its last tensor")
+    if (found := zlib.crc32(memory.data[:summed])) != checksum:
+        raise ModelError(
+            f"{path}: was altered or is damaged: the CRC-32 of its bytes is {found:08x}, its {CHECKSUM} says "
+            f"{checksum:08x}: copy or save it again"
+        )
 
 
 def _identity(model: OpenedModel) -> np.ndarray:

@@ -18,8 +18,8 @@ from quantmoe.exporter.folder.interface import HIDDEN
 
 if TYPE_CHECKING:
     from quantmoe.runtime.cache import Cache
-    from quantmoe.runtime.constraint import Constraint
-    from quantmoe.runtime.sampling import Choose
+    from quantmoe.runtime.choosing.constraint import Constraint
+    from quantmoe.runtime.choosing.sampling import Choose
 
 #: tokens of a prompt that the layer of multi-token prediction reads at once
 PENDING = 256
@@ -160,6 +160,7 @@ class Speculation:
         cache: Cache,
         ids: list[int],
         count: int,
+        *,
         stop: Sequence[int],
         sample: Choose,
         constraint: Constraint | None = None,

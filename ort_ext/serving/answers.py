@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quantmoe.runtime.reply_parser import Delta, ReplyParser
+from quantmoe.runtime.choosing.reply_parser import Delta, ReplyParser
 from quantmoe.serving.protocol import finite
 from quantmoe.serving.scheduler import Event, Request
 
@@ -34,16 +34,18 @@ class Answers:
 
     def whole(self) -> dict[str, Any]:
         """Return the object with all answers, after their last events."""
-        choices = [self._choice(index, events, False) for index, events in enumerate(self._events)]
+        choices = [self._choice(index, events, streamed=False) for index, events in enumerate(self._events)]
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def part(self, index: int, event: Event, usage: bool) -> dict[str, Any]:
-        """Return the object with one more token of an answer.
+    def part(self, index: int, event: Event, usage: bool) -> dict[str, Any] | None:
+        """Return the object with one more token of an answer; None: the token has nothing to send.
 
         Args:
             usage: the last object has :meth:`usage`.
         """
-        choice = self._choice(index, [event], True)
+        choice = self._choice(index, [event], streamed=True)
+        if not any(value for name, value in choice.items() if name != "index"):
+            return None
         return self._head | {"object": self.chunk, "choices": [choice]} | ({"usage": None} if usage else {})
 
     def last(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _choice(self, index: int, events: Sequence[Event], streamed: bool) -> dict[str, Any]:
+    def _choice(self, index: int, events: Sequence[Event], *, streamed: bool) -> dict[str, Any]:
         text = "".join(event.text for event in events)
         chosen = [event for event in events if event.chances is not None]
         logprobs = self._logprobs(chosen, len(self._texts[index])) if chosen else None
@@ -83,7 +85,9 @@ class Answers:
 
 def _delta(deltas: Sequence[Delta]) -> dict[str, Any]:
     """Return OpenAI's object for more of a reply."""
-    found: dict[str, Any] = {"content": "".join(delta.content for delta in deltas)}
+    found: dict[str, Any] = {}
+    if content := "".join(delta.content for delta in deltas):
+        found["content"] = content
     if reasoning := "".join(delta.reasoning for delta in deltas):
         found["reasoning_content"] = reasoning
     if calls := [delta for delta in deltas if delta.call is not None]:
@@ -140,9 +144,10 @@ class ChatAnswers(Answers):
         self._parsers = [parser() for _ in requests]
 
     def _said(self, index: int, text: str, ends: str | None, streamed: bool) -> dict[str, Any]:
-        parser, role = self._parsers[index], {} if self._counts[index] > 1 else {"role": "assistant"}
+        parser = self._parsers[index]
+        begin = {} if self._counts[index] > 1 else {"role": "assistant", "content": ""}
         deltas = parser.push(text) + (parser.end() if ends else [])
-        said = {"delta": role | _delta(deltas)} if streamed else {"message": parser.reply.message()}
+        said = {"delta": begin | _delta(deltas)} if streamed else {"message": parser.reply.message()}
         return said | ({"finish_reason": "tool_calls"} if ends == "stop" and parser.reply.calls else {})
 
     def _logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any]:

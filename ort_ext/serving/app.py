@@ -7,6 +7,7 @@ import base64
 import contextlib
 import hmac
 import json
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import read_object, sampling_of, vocabulary_of
+from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
+from quantmoe.exporter.folder.sampling_options import sampling_of
 from quantmoe.runtime.chat import TemplateArguments, Text
-from quantmoe.runtime.constraint import Grammar
+from quantmoe.runtime.choosing.constraint import Grammar, RuleError
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.embeddings import Embeddings
@@ -30,6 +32,7 @@ from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.protocol import Ask, AskChat, AskText, AskVectors
 from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
 from quantmoe.serving.served_model import ServedModel
+from quantmoe.serving.wrong_fields import wrong_field
 
 #: bytes of a request's body at most
 BODY = 4 << 20
@@ -135,6 +138,7 @@ class Server:
         model: ServedModel,
         rows: int,
         capacity: int,
+        *,
         queue: int,
         prefix_bytes: int,
         cache_bytes: int | None = None,
@@ -146,7 +150,16 @@ class Server:
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
-        self.scheduler = Scheduler(model, self.text, self.metrics, rows, capacity, queue, prefix_bytes, cache_bytes)
+        self.scheduler = Scheduler(
+            model,
+            self.text,
+            self.metrics,
+            rows=rows,
+            capacity=capacity,
+            queue=queue,
+            prefix_bytes=prefix_bytes,
+            cache_bytes=cache_bytes,
+        )
 
     @property
     def failed(self) -> BaseException | None:
@@ -162,20 +175,40 @@ class Server:
         given = ask.prompt if isinstance(ask.prompt, list) else [ask.prompt]
         if isinstance(given[0], int):
             given = [given]
-        with _refusing("prompt"):
-            prompts = [await _apart(self.text.ids, p, True) if isinstance(p, str) else p for p in given]
+        self._check(ask, len(given))
+        with _refusing(self, "prompt"):
+            prompts = [await self._ids(p, begins=True) if isinstance(p, str) else p for p in given]
         return await self._answer(ask, http, prompts, TextAnswers)
 
     async def chat(self, ask: AskChat, http: HttpRequest) -> Response:
         """Answer a request to /v1/chat/completions."""
         if (template := self.text.template) is None:
             raise Refused(400, f"{self.name} has no chat template; use /v1/completions", "messages")
-        with _refusing("messages"):
+        self._check(ask, 1)
+
+        def render() -> tuple[TemplateArguments, str]:
             arguments = ask.arguments()
             messages = [message.given(template.knows_developer) for message in ask.messages]
-            ids = await _apart(self.text.encode, messages, (), arguments)
+            return arguments, template.render(messages, **arguments.rendered_with())
+
+        with _refusing(self, "messages"):
+            arguments, rendered = await _apart(render)
+            ids = await self._ids(rendered, begins=False)
         kind = partial(ChatAnswers, parser=partial(self.text.parser, ids, arguments))
         return await self._answer(ask, http, [ids], kind, arguments)
+
+    async def _ids(self, text: str, *, begins: bool) -> list[int]:
+        """Return the token ids of a prompt, unless it is much too long."""
+        self.scheduler.length.check_text(text)
+        found: list[int] = await _apart(partial(self.text.ids, begins=begins), text)
+        return found
+
+    def _check(self, ask: Ask, prompts: int) -> None:
+        """Check what needs no tokens."""
+        _check_model(self, ask.model)
+        if prompts * (ask.n or 1) > self.most:
+            words = f"n is {ask.n or 1} for {prompts} prompts, expected at most {self.most} answers together"
+            raise Refused(400, words, "n")
 
     async def _answer(
         self,
@@ -186,22 +219,23 @@ class Server:
         arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
-        _check_model(self, ask.model)
         heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
         requests = self._requests(ask, prompts, heard)
         rules = ask.rules()
-        with _refusing(next(iter(rules), "tool_choice")):
+        field = {"json_schema": "response_format"}
+        with _refusing(self, next((field.get(kind, kind) for kind in rules), "tool_choice")):
             await _apart(self._constrain, requests, rules, arguments)
-        with _refusing("prompt" if isinstance(ask, AskText) else "messages"):
+        with _refusing(self, "prompt" if isinstance(ask, AskText) else "messages"):
             self.scheduler.submit(requests)
         answers = kind(self.name, self.text.tokenizer, prompts, requests)
         events = _events(http, requests, heard)
         if ask.stream:
             usage = bool(ask.stream_options and ask.stream_options.include_usage)
-            with _refusing():
+            refusing = partial(_refusing, self)
+            with refusing():
                 first = await anext(events)  # an error before it has a status
-            return StreamingResponse(_lines(answers, first, events, usage), media_type="text/event-stream")
-        with _refusing():
+            return StreamingResponse(_lines(answers, first, events, usage, refusing), media_type="text/event-stream")
+        with _refusing(self):
             async for found in events:
                 for index, event in found:
                     answers.add(index, event)
@@ -223,13 +257,10 @@ class Server:
         for request in requests:
             for grammar in found.values():
                 request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
+                request.constraint.allowed()  # here, as the first time may take seconds
 
     def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
         each = ask.n or 1
-        if len(prompts) * each > self.most:
-            raise Refused(
-                400, f"n is {each} for {len(prompts)} prompts, expected at most {self.most} answers together", "n"
-            )
         text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
         if self._mail is None or self._mail.loop is not loop:
             self._mail = Mail(loop)
@@ -238,14 +269,16 @@ class Server:
         requests = []
         for number in range(len(prompts) * each):
             seed = None if ask.seed is None else (ask.seed + number % each) % 2**64
-            with _refusing():
+            with _refusing(self):
                 sampling = sampling_of(self._config, self._file, self._vocabulary, **ask.sampling(), seed=seed)
 
             def tell(event: Event, number: int = number) -> None:
                 mail.put(heard, (number, event))
 
             ids = list(prompts[number // each])
-            request = Request(ids, most, tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top)
+            request = Request(
+                ids=ids, max_new_tokens=most, tell=tell, after=text, stop=ask.stops, sampling=sampling, top=ask.top
+            )
             request.ends = not ask.ignore_eos
             requests.append(request)
         return requests
@@ -257,22 +290,28 @@ async def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _refusing(param: str | None = None) -> Iterator[None]:
+def _refusing(server: Server | Embeddings, param: str | None = None) -> Iterator[None]:
     """Make errors of a request answers."""
     try:
         yield
     except ContextError as error:
-        raise Refused(400, str(error), param, "context_length_exceeded") from None
+        raise Refused(400, _public(server, error), param, "context_length_exceeded") from None
     except OptionError as error:
-        raise Refused(400, str(error), param) from None
+        raise Refused(400, _public(server, error), param) from None
     except ModelError as error:
-        raise Refused(400 if param else 500, str(error), param) from None
+        asked = param or isinstance(error, RuleError)
+        raise Refused(400 if asked else 500, _public(server, error), param) from None
     except MemoryError as error:
-        raise Refused(500, str(error) or "out of memory") from None
+        raise Refused(500, _public(server, error) or "out of memory") from None
     except ClosedError as error:
-        raise Refused(503, str(error)) from None
+        raise Refused(503, _public(server, error)) from None
     except BusyError:
         raise Refused(429, "too many requests wait; send this one again later", None, "rate_limit_exceeded") from None
+
+
+def _public(server: Server | Embeddings, error: BaseException) -> str:
+    """Return the words of an error without the path of the model's folder."""
+    return str(error).replace(os.path.join(server.model.path.parent, ""), "")
 
 
 async def _events(
@@ -311,7 +350,11 @@ async def _events(
 
 
 async def _lines(
-    answers: Answers, found: list[tuple[int, Event]], events: AsyncIterator[list[tuple[int, Event]]], usage: bool
+    answers: Answers,
+    found: list[tuple[int, Event]],
+    events: AsyncIterator[list[tuple[int, Event]]],
+    usage: bool,
+    refusing: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> AsyncIterator[str]:
     """Yield the lines of server-sent events."""
 
@@ -320,8 +363,10 @@ async def _lines(
 
     try:
         while found:
-            yield "".join(line(answers.part(index, event, usage)) for index, event in found)
-            with _refusing():
+            parts = [answers.part(index, event, usage) for index, event in found]
+            if lines := "".join(line(part) for part in parts if part is not None):
+                yield lines
+            with refusing():
                 found = await anext(events, [])
     except Gone:
         return
@@ -344,7 +389,7 @@ async def _vectors(server: Embeddings, ask: AskVectors) -> Response:
     given = ask.input if isinstance(ask.input, list) else [ask.input]
     if isinstance(given[0], int):
         given = [given]
-    with _refusing("input"):
+    with _refusing(server, "input"):
         texts = [await _apart(server.ids, text) if isinstance(text, str) else text for text in given]
         found = await server.vectors(texts)
     coded = ask.encoding_format == "base64"
@@ -378,7 +423,7 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
     @app.get(HEALTH, response_model=protocol.Health, responses=_ERRORS)
     async def health() -> Response:
         if server.failed is not None:
-            raise Refused(503, f"the server has failed: {server.failed}")
+            raise Refused(503, f"the server has failed: {_public(server, server.failed)}")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_ERRORS)
@@ -409,6 +454,14 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
         async def chat(ask: AskChat, http: HttpRequest) -> Response:
             return await server.chat(ask, http)
 
+    _add_error_handlers(app)
+    app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Make every error an answer as OpenAI's interface has it."""
+
     @app.exception_handler(Refused)
     async def refused(_: HttpRequest, error: Refused) -> Response:
         return error.response()
@@ -418,22 +471,24 @@ def application(server: Server | Embeddings, key: str | None = None) -> FastAPI:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: HttpRequest, error: HTTPException) -> Response:
-        response = Refused(error.status_code, str(error.detail)).response()
+    async def http_error(http: HttpRequest, error: HTTPException) -> Response:
+        words = {
+            400: "the body cannot be read, expected a JSON object in UTF-8",
+            404: f"{http.url.path} does not exist; /openapi.json lists the paths",
+            405: f"{http.method} is not for {http.url.path}; send {(error.headers or {}).get('Allow')}",
+        }
+        response = Refused(error.status_code, words.get(error.status_code, error.detail)).response()
         response.headers.update(error.headers or {})
         return response
 
+    @app.exception_handler(Exception)
+    async def broken(_: HttpRequest, error: Exception) -> Response:
+        return Refused(500, f"an error of the server, {type(error).__name__}; its log says more").response()
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        names = [str(name) for name in first["loc"][1:]]
-        where = ".".join(names) or "the body"
-        return Refused(
-            400, f"{where}: {first['msg'].removeprefix('Value error, ')}", names[0] if names else None
-        ).response()
-
-    app.add_middleware(Door, metrics=server.metrics, key=key, paths=PATHS)
-    return app
+        words, param = wrong_field(error.errors(), error.body)
+        return Refused(400, words, param).response()
 
 
 def _model(server: Server | Embeddings) -> dict[str, Any]:

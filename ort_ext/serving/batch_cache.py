@@ -207,9 +207,9 @@ class Rows:
                 continue
             _, heads, capacity, width = buffer.value.shape()
             size = width * buffer.dtype.itemsize
-            there, pitches = buffer.address() + begin * size, (count * size, capacity * size)
+            there, own, apart = buffer.address() + begin * size, count * size, capacity * size
             if read:
-                device.copy(array.ctypes.data, there, count * size, heads, *pitches)
+                device.copy(array.ctypes.data, there, own, height=heads, to_pitch=own, pitch=apart)
             else:
-                device.copy(there, array.ctypes.data, count * size, heads, *pitches[::-1])
+                device.copy(there, array.ctypes.data, own, height=heads, to_pitch=apart, pitch=own)
         self._model.wait()

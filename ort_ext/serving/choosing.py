@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.runtime.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.choosing.device_sampling import NO_TOKEN, NOT_FINITE, Choice
+from quantmoe.runtime.choosing.sampling import NOTHING_LEFT, Choose, Sampler, largest
 from quantmoe.runtime.generate import Generator
-from quantmoe.runtime.sampling import NOTHING_LEFT, Choose, Sampler, largest
 
 if TYPE_CHECKING:
-    from quantmoe.runtime.constraint import Constraint
+    from quantmoe.runtime.choosing.constraint import Constraint
 
 #: kinds of sampling that the GPU has at once; the host chooses for the requests of others
 KINDS = 8

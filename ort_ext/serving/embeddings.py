@@ -9,9 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from quantmoe.exporter.reading.sampling import read_object, vocabulary_of
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.serving.metrics import Metrics
+from quantmoe.serving.prompt_length import PromptLength
 from quantmoe.serving.scheduler import BusyError
 from quantmoe.serving.served_model import VECTOR, ServedModel
 
@@ -33,6 +34,7 @@ class Embeddings:
         self.model, self.name, self.began = model, folder.resolve().name, int(time.time())
         self.metrics, self.tokenizer = Metrics(), load_tokenizer(folder)
         model.vocabulary = vocabulary_of(read_object(folder / "config.json"))
+        self.length = PromptLength(self.tokenizer, model.context, "a text", "shorten the text")
         self._queue, self._waiting, self._turn = queue, 0, asyncio.Lock()
 
     def close(self) -> None:
@@ -40,8 +42,13 @@ class Embeddings:
         self.model.interrupt()
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that begin and end it."""
-        return list(self.tokenizer.encode(text).ids)
+        """Return the tokens of a text, with those that begin and end it.
+
+        Raises:
+            ContextError: it is much too long.
+        """
+        self.length.check_text(text)
+        return list(self.tokenizer.encode_batch([text])[0].ids)  # encode holds Python's lock
 
     async def vectors(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the vectors f32 [texts, width] of texts of token ids.
@@ -50,6 +57,7 @@ class Embeddings:
             BusyError: the queue is full. ContextError, ModelError: a text is too long, or has no such tokens.
         """
         for ids in texts:
+            self.length.check(len(ids))
             self.model.check(ids)
         if self._waiting > self._queue:
             raise BusyError

@@ -51,4 +51,4 @@ def open_server(
     if model.encoder:
         return Embeddings(model, queue)
     kept = PREFIXES if prefix_cache is None else prefix_cache
-    return Server(model, batch, length, queue, kept, cache_memory)
+    return Server(model, batch, length, queue=queue, prefix_bytes=kept, cache_bytes=cache_memory)

@@ -6,9 +6,20 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from quantmoe.runtime.chat import TemplateArguments
+from quantmoe.runtime.chat import GIVEN, TemplateArguments
 
 #: answers to one request at most
 ANSWERS = 128
@@ -55,9 +66,19 @@ class Ask(Options):
     user: StrictStr | None = Field(None, description="has no effect")
     metadata: dict[str, StrictStr] | None = Field(None, description="has no effect")
     store: StrictBool | None = Field(None, description="has no effect")
+    service_tier: StrictStr | None = Field(None, description="has no effect")
+    prompt_cache_key: StrictStr | None = Field(None, description="has no effect")
+    safety_identifier: StrictStr | None = Field(None, description="has no effect")
+
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, given: StreamOptions | None, others: ValidationInfo) -> StreamOptions | None:
+        if given is not None and not others.data.get("stream"):
+            raise ValueError("is given without stream; send stream: true, or leave it out")
+        return given
 
     def rules(self) -> dict[str, str]:
-        """Return what the answer follows, by the kinds of quantmoe.runtime.constraint.Grammar."""
+        """Return what the answer follows, by the kinds of quantmoe.runtime.choosing.constraint.Grammar."""
         return {kind: text for kind in ("regex", "grammar") if (text := getattr(self, kind)) is not None}
 
     @property
@@ -143,12 +164,16 @@ class Message(Options):
     reasoning_content: StrictStr | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
+    # what OpenAI's client has in the answers that it sends back
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ValueError("a message without tool_calls needs a content")
+            raise ValueError("has no content, expected text; only a message with tool_calls needs none")
         return self
 
     def given(self, knows_developer: bool) -> dict[str, Any]:
@@ -163,7 +188,9 @@ class Function(Options):
     name: Text
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: StrictBool | None = Field(
+        None, description="has no effect: arguments follow the schema where tool_choice requires a call"
+    )
 
 
 class Tool(Options):
@@ -208,11 +235,38 @@ class AskChat(Ask):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
+    modalities: list[Literal["text"]] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     reasoning_effort: StrictStr | None = Field(None, description="for chat templates that read it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template reads")
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _names_a_tool(cls, given: str | NamedTool | None, others: ValidationInfo) -> str | NamedTool | None:
+        if "tools" not in others.data:  # which are wrong themselves
+            return given
+        names = [tool.function.name for tool in others.data["tools"] or ()]
+        if given == "required" and not names:
+            raise ValueError('is "required" without tools; send tools, or leave it out')
+        if isinstance(given, NamedTool) and given.function.name not in names:
+            raise ValueError(f"is the tool {json.dumps(given.function.name)}, expected one of {json.dumps(names)}")
+        return given
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(given.keys() & GIVEN) if given else ():
+            raise ValueError(f"has {name}, which messages and tools give; leave it out")
+        return given
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _has_logprobs(cls, given: int | None, others: ValidationInfo) -> int | None:
+        if given is not None and not others.data.get("logprobs"):
+            raise ValueError("is given without logprobs; send logprobs: true, or leave it out")
+        return given
 
     def rules(self) -> dict[str, str]:
         asked = self.response_format
@@ -229,7 +283,7 @@ class AskChat(Ask):
 
     def arguments(self) -> TemplateArguments:
         """Return what the chat template is rendered with."""
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools or ()]
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         choice = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return TemplateArguments(tools or None, choice or "auto", effort | (self.chat_template_kwargs or {}))

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
-from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.sampling import check_sampling
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.sampling import check_sampling
 from quantmoe.serving.batch_cache import Rows
 from quantmoe.serving.choosing import Chances, Choosing, Chosen
 from quantmoe.serving.paged_cache import PagedRows
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.prompt_length import PromptLength
 from quantmoe.serving.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Event:
     error: Exception | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
     """One answer to a prompt.
 
@@ -144,6 +145,7 @@ class Scheduler:
         model: ServedModel,
         text: Text,
         metrics: Metrics,
+        *,
         rows: int,
         capacity: int,
         queue: int,
@@ -152,6 +154,10 @@ class Scheduler:
     ):
         check_serves(model)
         self._size = cache_bytes
+        longer = capacity < min(model.context, model.short_context)
+        way_out = "shorten the prompt" + ", or start the server with a larger --max-length" * longer
+        #: of prompts
+        self.length = PromptLength(text.tokenizer, capacity - 1, "the prompt", way_out)
         self.model, self.text, self.capacity, self.queue = model, text, capacity, queue
         self.failed: BaseException | None = None
         self._metrics, self._count = metrics, rows
@@ -177,12 +183,8 @@ class Scheduler:
             OptionError: sampling has a token outside the vocabulary.
         """
         for request in requests:
-            self.model.check(request.ids, room=1)
-            if (count := len(request.ids)) >= self.capacity:
-                raise ContextError(
-                    f"the prompt has {count} tokens, expected at most {self.capacity - 1}: shorten the prompt, or "
-                    "start the server with a larger --max-length"
-                )
+            self.length.check(len(request.ids))
+            self.model.check(request.ids)
             check_sampling(request.sampling, self.model.vocabulary or 0)
         with self._changed:
             if self._closed:
@@ -356,7 +358,7 @@ class Scheduler:
         chunk = max(self.model.chunk // steps, 1)
         end = min([done + chunk, len(ids), *(at for at in answer.keep if at > done)])
         logits = self._rows.read(answer.row, ids[done:end])
-        self._keep(answer, done, end in answer.keep)
+        self._keep(answer, done, states=end in answer.keep)
         if end == len(ids):
             self._reading = None
             self._answers[answer.row] = answer
@@ -370,7 +372,7 @@ class Scheduler:
     def _leave(self, answer: Answer) -> None:
         """Free a request's row."""
         if not self.model.states and answer is not self._reading:
-            self._keep(answer, len(answer.request.ids), False)
+            self._keep(answer, len(answer.request.ids), states=False)
         self._prefixes.use(Prefixes.names(self._rows.tokens[answer.row]))
         self._rows.leave(answer.row)
         self._choosing.leave(answer.row)
@@ -380,7 +382,7 @@ class Scheduler:
             self._free.add(answer.row)
         self._metrics.running.set(len(self._running()))
 
-    def _keep(self, answer: Answer, begin: int, states: bool) -> None:
+    def _keep(self, answer: Answer, begin: int, *, states: bool) -> None:
         """Keep the blocks that end after a row's first ``begin`` tokens; ``states``: and those after the last token."""
         tokens = self._rows.tokens[answer.row]
         names = Prefixes.names(tokens) if self._prefixes.limit else []

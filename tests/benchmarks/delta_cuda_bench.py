@@ -38,7 +38,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch(spec: Spec, inputs: list[torch.Tensor], y: torch.Tensor) -> Call:
     """Return a call that writes the state in place; inputs end with a state and rows."""
-    plan = cuda.plan_node(spec, "bf16", *inputs[0].shape[:2], device=cuda.query())
+    batch, tokens = inputs[0].shape[:2]
+    plan = cuda.plan_node(spec, "bf16", batch, tokens=tokens, device=cuda.query())
     workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
     return lambda: cuda.launch_node(spec, plan, inputs, (y, inputs[-2]), workspace)
 

@@ -23,7 +23,7 @@ import onnx
 from ort_cuda_bench import fill
 
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.cache import SharedCache
 from quantmoe.runtime.cache_memory import DecodeStep
 from quantmoe.runtime.generate import Generator

@@ -113,7 +113,13 @@ def make_graph(
     format = open_format(scratch, None, None)
     format.slice = part
     skeleton = Skeleton(format, "f16", lm_head=lm_head, target=CUDA)
-    chosen = choose(skeleton, choose_experts(format, CUDA.layout, None, "exact"), CUDA.layout, None, "exact")
+    chosen = choose(
+        skeleton,
+        choose_experts(format, CUDA.layout, None, scales="exact"),
+        CUDA.layout,
+        activations=None,
+        scales="exact",
+    )
     if weights in WEIGHTS:
         experts, dense = WEIGHTS[weights]
         for name, spec in chosen.layers.items():
@@ -122,7 +128,9 @@ def make_graph(
             head = chosen.source(name) == skeleton.head
             if linear.w.format == "int4" and not (head and weights == "mxfp4"):
                 chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
-    attends = attention_of(skeleton, chosen, put_first_nodes(skeleton, chosen, CUDA), CUDA, cache, paged)
+    attends = attention_of(
+        skeleton, chosen, put_first_nodes(skeleton, chosen, CUDA), target=CUDA, cache=cache, paged=paged
+    )
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
     put_nodes(skeleton, chosen, attends, CUDA)
@@ -218,7 +226,7 @@ def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> Quantize
     bias = rng.normal(size=n).astype(np.float32) / 10 if p.bias else None
     if p.format == "f16":
         codes = (rng.standard_normal((n, k), np.float32) / k**0.5).astype(np.float16).view(np.uint16)
-        return QuantizedMatrix("f16", codes, np.ones((n, 1), np.float32), -1, bias=bias)
+        return QuantizedMatrix(kind="f16", codes=codes, scales=np.ones((n, 1), np.float32), group_size=-1, bias=bias)
     groups, scale = (n, k // (p.group_size if p.group_size > 0 else k)), 1 / (4.6 * k**0.5)
     if p.scale_type == "e8m0":
         exponents = rng.integers(0, 2, groups, np.uint8) + np.uint8(127 + round(np.log2(scale)))
@@ -230,7 +238,9 @@ def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> Quantize
     if p.format == "fp8_e4m3":
         codes = (4.6 * rng.standard_normal((n, k), np.float32)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     factor = float(np.float32(scale)) if p.format == "nvfp4" else None
-    return QuantizedMatrix(p.format, codes, scales, p.group_size, bias=bias, global_scale=factor)
+    return QuantizedMatrix(
+        kind=p.format, codes=codes, scales=scales, group_size=p.group_size, bias=bias, global_scale=factor
+    )
 
 
 def _experts(spec: MoESpec, rng: np.random.Generator) -> Iterator[list[np.ndarray]]:
@@ -650,7 +660,9 @@ if __name__ == "__main__":
     given.folder.mkdir(parents=True, exist_ok=True)
     given.graph.parent.mkdir(parents=True, exist_ok=True)
     if given.what == "graph":
-        part = Slice(given.rank, given.ranks, given.expert_parallel) if given.ranks > 1 else None
+        part = (
+            Slice(rank=given.rank, world=given.ranks, whole_experts=given.expert_parallel) if given.ranks > 1 else None
+        )
         scratch = given.folder / "headers"
         weights = (given.weights, given.lm_head)
         ends = (given.all_logits, given.paged, given.cache)

@@ -190,7 +190,7 @@ class Own:
         made = models.WordLevel({f"Ġw{id}": id for id in range(self.vocabulary)}, "Ġw0")
         text.tokenizer, text.stop = Tokenizer(made), ()  # type: ignore[assignment]
         text.tokenizer.decoder = decoders.ByteLevel()
-        self.scheduler = Scheduler(self.model, text, Metrics(), rows, length, rows, 0)
+        self.scheduler = Scheduler(self.model, text, Metrics(), rows=rows, capacity=length, queue=rows, prefix_bytes=0)
         self._waited, choosing = 0.0, self.scheduler._choosing
         take = choosing.take
 
@@ -226,7 +226,7 @@ class Own:
                 if failed or not left:
                     ended.set()
 
-            asked = Asked(request.prompt, request.count, tell, ends=False)
+            asked = Asked(ids=request.prompt, max_new_tokens=request.count, tell=tell, ends=False)
             request.asked = time.perf_counter()
             self.scheduler.submit([asked])
 
@@ -438,7 +438,7 @@ def texts(folder: Path, text: Path | None, count: int, vocabulary: int) -> Itera
     rng = np.random.default_rng(1)
     ids = rng.integers(3, vocabulary, 20_000).tolist()
     if text is not None:
-        from quantmoe.exporter.reading.tokenizer import load_tokenizer
+        from quantmoe.exporter.folder.tokenizer import load_tokenizer
 
         ids = load_tokenizer(folder).encode(text.read_text(encoding="utf-8")).ids
     for length in [1, 255, 256, 257, *rng.integers(2, 600, max(0, count - 4)).tolist()][:count]:

@@ -87,7 +87,7 @@ def indexer(spec: IndexerSpec, tokens: int, past: int, slots: int, alike: int = 
     query = random(1, -(-tokens // alike), spec.num_heads * spec.head_size)
     query, weights = (x.repeat_interleave(alike, 1)[:, :tokens].contiguous() for x in (query, weights))
     inputs = [query, random(1, tokens, spec.head_size), weights, keys, rows, rows.new_zeros(1, 1).long()]
-    plan = cuda.plan_shapes(spec, "bf16", [x.shape for x in inputs], cuda.query())
+    plan = cuda.plan_shapes(spec, "bf16", [x.shape for x in inputs], device=cuda.query())
     selected = torch.full((1, tokens, spec.num_groups, spec.top_k), -1, dtype=torch.int32, device="cuda")
     workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
     return partial(cuda.launch_node, spec, plan, inputs, [selected, keys], workspace), selected

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from quantmoe.custom_ops.c_calls import checked
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.runtime import device, device_sampling
-from quantmoe.runtime.sampling import Penalties, Sampler, probabilities
+from quantmoe.exporter.folder.sampling_options import Sampling
+from quantmoe.runtime import device
+from quantmoe.runtime.choosing import device_sampling
+from quantmoe.runtime.choosing.sampling import Penalties, Sampler, probabilities
 
 torch = pytest.importorskip("torch")
 try:
@@ -285,7 +286,7 @@ def _choice(texts: list[list[int]], longest: int, vocabulary: int, sampling: Sam
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_sampling, "Buffer", Held)
-        return device_sampling.Choice(texts, longest, vocabulary, np.dtype(np.float32), sampling)
+        return device_sampling.Choice(texts, longest, vocabulary, dtype=np.dtype(np.float32), sampling=sampling)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

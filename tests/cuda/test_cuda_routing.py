@@ -61,4 +61,4 @@ def test_routing_ties_and_logits_that_are_not_numbers():
 )
 def test_routing_refusals(change, message):
     with pytest.raises(ValueError, match=message):
-        cuda.plan_node(replace(ROUTERS["groups"], **change), "f32", 1, 1)
+        cuda.plan_node(replace(ROUTERS["groups"], **change), "f32", 1, tokens=1)

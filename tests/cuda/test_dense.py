@@ -204,7 +204,7 @@ def build_floats(kind: str, n: int, k: int):
     rng = np.random.default_rng(n)
     codes = torch.from_numpy(rng.normal(0, k**-0.5, (n, k))).to(TORCH[kind]).view(torch.uint16).numpy()
     bias = rng.normal(size=n).astype(np.float32) if n % 16 else None
-    m = QuantizedMatrix(kind, codes, np.ones((n, 1), np.float32), -1, bias=bias)
+    m = QuantizedMatrix(kind=kind, codes=codes, scales=np.ones((n, 1), np.float32), group_size=-1, bias=bias)
     spec = linear_spec(k, n, marlin.describe_down(m, "none"))
     row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
     marlin.pack_down(m, spec.moe, row)

@@ -29,10 +29,10 @@ def test_kernel(shape: tuple[int, ...], size: int, dtype: str) -> None:
 
 def test_refusals() -> None:
     for device in (SM80, cuda.H200):
-        cuda.plan_shapes(Hadamard(features=8192, size=8192), "f16", [(2, 8192)], device)
+        cuda.plan_shapes(Hadamard(features=8192, size=8192), "f16", [(2, 8192)], device=device)
         with pytest.raises(ValueError, match="size is 16384, the CUDA kernel takes up to 8192"):
-            cuda.plan_shapes(Hadamard(features=16384, size=16384), "f16", [(2, 16384)], device)
+            cuda.plan_shapes(Hadamard(features=16384, size=16384), "f16", [(2, 16384)], device=device)
         with pytest.raises(ValueError, match="x is of type 0, the CUDA kernel takes float16"):
-            cuda.plan_shapes(Hadamard(features=64, size=64), "f32", [(2, 64)], device)
+            cuda.plan_shapes(Hadamard(features=64, size=64), "f32", [(2, 64)], device=device)
         with pytest.raises(ValueError, match="size is 24, expected a power of two that divides features 96"):
-            cuda.plan_shapes(Hadamard(features=96, size=24), "bf16", [(2, 96)], device)
+            cuda.plan_shapes(Hadamard(features=96, size=24), "bf16", [(2, 96)], device=device)

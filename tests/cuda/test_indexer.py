@@ -214,7 +214,7 @@ def test_a_graph_serves_every_position() -> None:
     a = masked(indexer.inputs(spec, [[0, 1, 0]], 1, 20000, 1, np.float16, np.float16, whole=True))
     a.past[:] = indexer.inputs(spec, [[0, 1, 0]], 1, 20000, 1, np.float16, np.float16, whole=True).past
     inputs = [torch.from_numpy(x.copy()).cuda() for x in a.tensors]
-    plan = cuda.plan_shapes(spec, "f16", [x.shape for x in inputs], cuda.query(0))
+    plan = cuda.plan_shapes(spec, "f16", [x.shape for x in inputs], device=cuda.query(0))
     selected = torch.zeros(1, 1, 1, 128, dtype=torch.int32, device="cuda")
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -240,18 +240,18 @@ def test_a_graph_serves_every_position() -> None:
 )
 def test_attributes_that_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cuda.plan_node(replace(SPECS["deepseek"], **change), "f16", 1, 1)
+        cuda.plan_node(replace(SPECS["deepseek"], **change), "f16", 1, tokens=1)
     with pytest.raises(ValueError, match="query is of type 0, the CUDA kernels take float16"):
-        cuda.plan_node(SPECS["deepseek"], "f32", 1, 1)
+        cuda.plan_node(SPECS["deepseek"], "f32", 1, tokens=1)
     with pytest.raises(ValueError, match=r"compute capability 7.5, the kernels need 8.0"):
-        cuda.plan_node(SPECS["deepseek"], "f16", 1, 1, cuda.Device(75, 40, 65536))
+        cuda.plan_node(SPECS["deepseek"], "f16", 1, tokens=1, device=cuda.Device(75, 40, 65536))
 
 
 def test_plans() -> None:
     def found(
         spec: IndexerSpec, batch: int, tokens: int, slots: int, device: cuda.Device = cuda.H200
     ) -> tuple[int, ...]:
-        plan = cuda.plan_node(spec, "f16", batch, tokens, device, P=slots)
+        plan = cuda.plan_node(spec, "f16", batch, tokens=tokens, device=device, P=slots)
         return plan.chosen[0], plan.chosen[1], plan.workspace_bytes
 
     spec = IndexerSpec(num_heads=64, head_size=128, top_k=2048)

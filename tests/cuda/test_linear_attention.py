@@ -184,7 +184,8 @@ def check_space(a: Space, dtype: str, in_place: bool = False) -> None:
 
 def parts_of(a: Space, dtype: str) -> float:
     """Of a call: PARTS where it is read in chunks."""
-    plan = cuda.plan_node(a.spec, dtype, *a.z.shape[:2], device=cuda.query())
+    batch, tokens = a.z.shape[:2]
+    plan = cuda.plan_node(a.spec, dtype, batch, tokens=tokens, device=cuda.query())
     return PARTS if plan.chosen[0] else 0
 
 
@@ -531,11 +532,11 @@ def test_plans() -> None:
         (1000, 2, SM80, then_gate, 1, 16),
         (8192, 1, cuda.H200, then_gate, 2, 32),  # at once
     ):
-        plan = cuda.plan_node(spec, "bf16", batch, tokens, device)
+        plan = cuda.plan_node(spec, "bf16", batch, tokens=tokens, device=device)
         assert plan.chosen[:2] == [chunked, steps]
         outputs = 0 if tokens <= 8 else tokens * 48 * 128 * 4
         assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
-    assert not cuda.plan_node(DELTAS["kimi"], "bf16", 1, 1024).chosen[0]  # a decay of each key
+    assert not cuda.plan_node(DELTAS["kimi"], "bf16", 1, tokens=1024).chosen[0]  # a decay of each key
 
 
 def test_plans_of_spaces() -> None:
@@ -548,11 +549,11 @@ def test_plans_of_spaces() -> None:
         (1000, 2, cuda.Device(89, 128, 102400), 0, 0),  # too little shared memory
         (8192, 1, cuda.H200, 2, 32),  # at once
     ):
-        plan = cuda.plan_node(spec, "bf16", batch, tokens, device)
+        plan = cuda.plan_node(spec, "bf16", batch, tokens=tokens, device=device)
         assert plan.chosen[0] == chunked
         assert plan.workspace_bytes == batch * (tokens * 64 * 64 * 4 + chunks * chunk)
     for other in (SPACES["wide"], SPACES["small"]):  # states of 256 rows, heads of 32 columns
-        assert not cuda.plan_node(other, "bf16", 1, 1024).chosen[0]
+        assert not cuda.plan_node(other, "bf16", 1, tokens=1024).chosen[0]
 
 
 @gpu
@@ -585,15 +586,15 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str, window: in
 )
 def test_refusals(spec: ConvSpec | DeltaSpec | SpaceSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cuda.plan_node(spec, "f16", 1, 1)
+        cuda.plan_node(spec, "f16", 1, tokens=1)
     if "CUDA" in message:  # what needs no library says so, too
         assert cuda.refusal(spec).startswith(message)
 
 
 def test_f32_is_refused() -> None:
     with pytest.raises(ValueError, match=r"x is of type 0, the CUDA kernels take float16 \(1\) and bfloat16 \(2\)"):
-        cuda.plan_node(conv_spec(64), "f32", 1, 1)
+        cuda.plan_node(conv_spec(64), "f32", 1, tokens=1)
     with pytest.raises(ValueError, match="qkv is of type 0"):
-        cuda.plan_node(delta_spec(2, 4, 64), "f32", 1, 1)
+        cuda.plan_node(delta_spec(2, 4, 64), "f32", 1, tokens=1)
     with pytest.raises(ValueError, match="xbc is of type 0"):
-        cuda.plan_node(space_spec(2, 4, 64, 64), "f32", 1, 1)
+        cuda.plan_node(space_spec(2, 4, 64, 64), "f32", 1, tokens=1)

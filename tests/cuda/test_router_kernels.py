@@ -32,7 +32,7 @@ DEEPSEEK = router_spec(ROUTERS["groups"], 7168)
 
 def test_the_plan() -> None:
     def path(spec: RouterSpec, tokens: int, device: cuda.Device = cuda.H200) -> str:
-        plan = cuda.plan_node(spec, "f16", 1, tokens, device)
+        plan = cuda.plan_node(spec, "f16", 1, tokens=tokens, device=device)
         assert plan.workspace_bytes == (0 if plan.chosen[0] == 0 else 4 * tokens * spec.routing.logits)
         return PATHS[plan.chosen[0]]
 
@@ -57,7 +57,7 @@ def test_the_plan() -> None:
 def test_blocks_of_a_cluster(of: RouterSpec, device: cuda.Device, experts: int, blocks: int) -> None:
     """16 need 16 multiprocessors in a group, as one of eight has of more than 112, and a GPU that takes them."""
     spec = dataclasses.replace(of, num_experts=experts)
-    assert cuda.plan_node(spec, "f16", 1, 1, device).chosen[1] == blocks
+    assert cuda.plan_node(spec, "f16", 1, tokens=1, device=device).chosen[1] == blocks
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_blocks_of_a_cluster(of: RouterSpec, device: cuda.Device, experts: int, 
 )
 def test_router_refusals(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cuda.plan_node(dataclasses.replace(QWEN3, **change), "f16", 1, 1)
+        cuda.plan_node(dataclasses.replace(QWEN3, **change), "f16", 1, tokens=1)
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"hidden_states is of type 0, the CUDA kernels take float16 \(1\)"):
-        cuda.plan_node(QWEN3, "f32", 1, 1)
+        cuda.plan_node(QWEN3, "f32", 1, tokens=1)
     with pytest.raises(ValueError, match="x is of type 0, the CUDA kernels take float16"):
-        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f32", 1, 1, H=8)
+        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f32", 1, tokens=1, H=8)
     with pytest.raises(ValueError, match=r"norm_epsilon is -1"):
-        cuda.plan_node(NormSpec(norm_epsilon=-1.0), "f16", 1, 1, H=8)
+        cuda.plan_node(NormSpec(norm_epsilon=-1.0), "f16", 1, tokens=1, H=8)
     with pytest.raises(ValueError, match="columns of x is 0, the CUDA kernels take 1 to 16777216"):
-        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f16", 1, 1, H=0)
+        cuda.plan_node(NormSpec(norm_epsilon=1e-6), "f16", 1, tokens=1, H=0)
 
 
 def tensor(x: np.ndarray, dtype: str) -> Any:

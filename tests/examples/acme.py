@@ -3,8 +3,8 @@
 from typing import Any
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Tensor
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 
 
 class Acme(Format):
@@ -28,5 +28,9 @@ class Acme(Format):
             ],
         )
         return QuantizedMatrix(
-            "int4", unpack_nibbles(tensors["acme_q"]), tensors["acme_s"], 64, bias=self.bias(module, n)
+            kind="int4",
+            codes=unpack_nibbles(tensors["acme_q"]),
+            scales=tensors["acme_s"],
+            group_size=64,
+            bias=self.bias(module, n),
         )

@@ -77,7 +77,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def plain_of(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """plain_of(**options) -> Qwen3-MoE's export if its attention were not CachedAttention: standard nodes."""
 
-    def none(model: torch.nn.Module, *_: object) -> tuple[dict[str, object], dict[str, str]]:
+    def none(model: torch.nn.Module, *_: object, **__: object) -> tuple[dict[str, object], dict[str, str]]:
         return {}, {name: "not tried" for name, _ in model.named_modules() if name.endswith(".self_attn")}
 
     def make(**options: Any) -> Path:

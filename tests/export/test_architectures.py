@@ -35,7 +35,7 @@ from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.report import selection
 from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.convert import export

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.batch import Batch
 from quantmoe.runtime.generate import Generator
 
@@ -96,9 +96,9 @@ def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
     """A long line does not pad the short ones beside it; answers stand in the file's order."""
     folder, ran, make = str(exported("qwen3_moe", **FLOAT)), [], Batch.__init__
 
-    def noted(self, model, rooms, prompts, *rest):
+    def noted(self, model, rooms, prompts, **others):
         ran.append([len(ids) for ids in prompts])
-        make(self, model, rooms, prompts, *rest)
+        make(self, model, rooms, prompts, **others)
 
     prompts = ["a", "bc", "a long line " * 5, "b", "another long line " * 5]
     (tmp_path / "prompts").write_text("\n".join(prompts), encoding="utf-8")
@@ -113,7 +113,7 @@ def test_like_lengths_run_together(exported, monkeypatch, tmp_path):
 
 
 def test_sampling_is_that_of_each_alone(exported):
-    generator, sampling = Generator(exported("qwen3_moe", **FLOAT)), Sampling(2.0, 0, 1.0, 3)
+    generator, sampling = Generator(exported("qwen3_moe", **FLOAT)), Sampling(2.0, 0, 1.0, seed=3)
     want = [generator.generate(ids, 8, sampling=sampling).tokens for ids in PROMPTS]
     assert generator.generate_batch(PROMPTS, 8, sampling=sampling) == want
 

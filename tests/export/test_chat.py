@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 
 from quantmoe.exporter.command_arguments import missing
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.reading.template import Template, load_template
+from quantmoe.exporter.folder.chat_template import Template, load_template
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.chat import Chat, TemplateArguments, Text, TextStream
@@ -530,7 +530,7 @@ def terminal(*arguments: object, command: str = "generate", **environment: str) 
     program = subprocess.Popen(
         [sys.executable, "-c", code, command, *map(str, arguments)],
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-        env=os.environ | {"TERM": "xterm"} | environment,
+        env=os.environ | {"TERM": "xterm", "XDG_STATE_HOME": os.devnull} | environment,
     )  # fmt: skip
     os.close(slave)
     found = Terminal(master, program)
@@ -794,7 +794,7 @@ class Scripted:
         stream = model.stream
 
         def say(ids, max_new_tokens, stop, sampling, cache, constraint=None):
-            found = stream(ids, 1, stop, sampling, cache, constraint=constraint)
+            found = stream(ids, 1, stop, sampling=sampling, cache=cache, constraint=constraint)
             next(found)
             self.asked.append(text.decode([*cache.tokens[: len(cache.tokens)]]))
             found.tokens.clear()
@@ -831,8 +831,14 @@ def test_tools_and_arguments_reach_the_template(calling: Path) -> None:
     ):
         with pytest.raises(OptionError, match=message):
             TemplateArguments(**options)
-    with pytest.raises(OptionError, match="need a chat template, and the folder has none"):
+    with pytest.raises(
+        OptionError,
+        match="a chat template, and the model has none: describe tools in the prompt, or put a",
+    ):
         Text(calling, raw=True).encode(messages, arguments=TemplateArguments(tools=[WEATHER]))
+    for arguments in (TemplateArguments(tools=[WEATHER]), TemplateArguments(variables={"enable_thinking": False})):
+        with pytest.raises(OptionError, match="tools and variables need a chat template"):
+            Chat(Generator(calling), Text(calling, raw=True), arguments=arguments)
 
 
 def test_a_reply_is_kept_as_its_parts(calling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -908,6 +914,70 @@ def test_commands_of_a_conversation(talking: Path, tmp_path: Path) -> None:
         assert (tmp_path / "other").read_text(encoding="utf-8") == "a"
         type_lines("/bye")
         assert shell.program.wait(60) == 0
+
+
+@contextlib.contextmanager
+def asking(*arguments: object, **environment: str) -> Iterator[tuple[Terminal, Callable[..., None]]]:
+    """A conversation in a terminal, and what types lines into it, each when it is asked for."""
+    with terminal(*arguments, **environment) as shell:
+        turn = 0
+
+        def type_lines(*lines: str) -> None:
+            nonlocal turn
+            for line in lines:
+                turn += 1
+                shell.until_asked(turn)
+                shell.type(line.encode())
+
+        yield shell, type_lines
+
+
+def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
+    folder, file = shutil.copytree(talking, tmp_path / "m"), tmp_path / "note.txt"
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    file.write_text("the sea", encoding="utf-8")
+    with asking(folder, "--max-new-tokens", 3, "--temperature", 0) as (shell, type_lines):
+        type_lines("/set parameter num_predict 5\n", "hello\n")
+        shell.until_said(b"decode: 5 tokens")
+        type_lines(
+            "/set parameter temperature 0.7\n", '/set parameter stop "\\"\n', "/set system Be kind.\n", "/show\n"
+        )
+        for line in ("temperature         0.7", "max_new_tokens      5", "system              Be kind."):
+            shell.until_said(line.encode())
+        shell.until_said(b"stop                ['")
+        type_lines(f"/read {file}\n", "is blue\n", f"/save {tmp_path / 'saved'}\n")
+        for line, said in (
+            ("/set parameter temperature hot", "temperature is 'hot', expected a number from 0"),
+            ("/set parameter num_predict 0", "num_predict is 0, expected a number of tokens, or -1 for no limit"),
+            ("/set parameter num_ctx 5", "num_ctx cannot be set, expected one of: temperature, "),
+            ("/set format json", "/set format: expected parameter, system, history or nohistory; /help lists"),
+            ("/read", "/read: expected the name of a file"),
+            (f"/read {folder / 'model.onnx'}", "model.onnx: expected text in UTF-8"),
+            ("/set parameter num_predict -1", ""),
+            ("/show", "max_new_tokens      -1"),
+            ("/bye", ""),
+        ):
+            type_lines(line + "\n")
+            shell.until_said(said.encode())
+        assert shell.program.wait(60) == 0
+    messages = json.loads((tmp_path / "saved").read_text(encoding="utf-8"))["messages"]
+    assert [m["content"] for m in messages if m["role"] != "assistant"] == ["Be kind.", "hello", "the sea\nis blue"]
+
+
+def test_typed_lines_are_kept_for_the_next_conversation(talking: Path, tmp_path: Path) -> None:
+    state, up = str(tmp_path / "state"), "\x1b[A"
+    with asking(talking, "--max-new-tokens", 1, XDG_STATE_HOME=state) as (shell, type_lines):
+        type_lines("hello\n", "/set nohistory\n", "secret\n", "/set history\n", "/bye\n")
+        assert shell.program.wait(60) == 0
+    file = tmp_path / "state" / "quantmoe" / "history"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "hello" in file.read_text(encoding="utf-8")
+    assert "secret" not in file.read_text(encoding="utf-8")
+    with asking(talking, "--max-new-tokens", 1, XDG_STATE_HOME=state) as (shell, type_lines):
+        type_lines(3 * up + "\n", "/bye\n")  # before /bye and /set nohistory
+        assert shell.program.wait(60) == 0
+        assert b"hello" in shell.shown
+        assert b"decode: 1 token" in shell.shown
 
 
 def test_options_of_the_template(calling: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.chosen_there import Choice, choosing_there
 
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime import cache as caches
+from quantmoe.runtime.choosing.sampling import Sampler
 from quantmoe.runtime.generate import Generator, ModelError, OptionError
-from quantmoe.runtime.sampling import Sampler
 
 FLOAT = {"activations": "float", "logits": "last"}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_host(exported, there, architecture, sampling, m
     for model in (usual, generator):
         cache = model.cache()
         first = model.generate(PROMPT, 9, sampling=sampling, cache=cache)
-        again = model.generate([*first.tokens[-1:], 5, 2], 20, [first.tokens[3]], sampling, cache)
+        again = model.generate([*first.tokens[-1:], 5, 2], 20, [first.tokens[3]], sampling=sampling, cache=cache)
         found.append((first.tokens, again.tokens, again.finish_reason, cache.tokens))
     assert found[0] == found[1]
     assert generator.made[0].runs == [[length] for length in range(8, 17)]

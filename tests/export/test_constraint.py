@@ -17,11 +17,11 @@ import test_chosen_there
 from test_chat import generate
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.reply_formats import reply_format
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.runtime import device_sampling
+from quantmoe.exporter.folder.reply_formats import reply_format
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.chat import Chat, Text
-from quantmoe.runtime.constraint import Constraint, Grammar, Vocabulary
+from quantmoe.runtime.choosing import device_sampling
+from quantmoe.runtime.choosing.constraint import Constraint, Grammar, Vocabulary
 from quantmoe.runtime.generate import Generator
 
 FLOAT = {"activations": "float", "logits": "all"}
@@ -81,7 +81,7 @@ def test_answers_follow_a_rule(ending: Path, text: Text, name: str, sampling: Sa
     with Generator(ending) as model:
         for ids in prompts:
             found = model.generate(
-                ids, 100, text.stop, sampling, constraint=text.constraint(rule, ids, model.vocabulary)
+                ids, 100, text.stop, sampling=sampling, constraint=text.constraint(rule, ids, model.vocabulary)
             )
             assert holds(said(text, found.tokens)), found.tokens
             assert found.finish_reason == "stop"
@@ -97,10 +97,14 @@ def test_answers_follow_a_rule(ending: Path, text: Text, name: str, sampling: Sa
         for _ in free:
             pass
         assert free.tokens[0] == alone[0][:4]
-        assert free.tokens[1] == model.generate(prompts[1], 4, text.stop, sampling).tokens
+        assert free.tokens[1] == model.generate(prompts[1], 4, text.stop, sampling=sampling).tokens
     with Generator(ending, speculate="ngram") as model:
         found = model.generate(
-            prompts[0], 100, text.stop, sampling, constraint=text.constraint(rule, prompts[0], model.vocabulary)
+            prompts[0],
+            100,
+            text.stop,
+            sampling=sampling,
+            constraint=text.constraint(rule, prompts[0], model.vocabulary),
         )
         assert found.tokens == alone[0]
 
@@ -119,7 +123,9 @@ def test_a_gpu_chooses_by_a_rule(ending: Path, text: Text, there: Callable[..., 
     """The rule goes to what chooses there. tests/cuda/test_choose.py has the kernel."""
     rule, holds = RULES["schema"]
     ids, model = text.ids("hello"), there(path=ending)
-    found = model.generate(ids, 100, text.stop, SAMPLED, constraint=text.constraint(rule, ids, model.vocabulary))
+    found = model.generate(
+        ids, 100, text.stop, sampling=SAMPLED, constraint=text.constraint(rule, ids, model.vocabulary)
+    )
     assert len(model.made) == 1
     assert holds(said(text, found.tokens))
 
@@ -176,7 +182,9 @@ def test_bits_are_copied_before_each_choice(text: Text, monkeypatch: pytest.Monk
 
     without_a_gpu(monkeypatch, Library)
     rule, alike = (text.constraint(RULES["gbnf"][0], [], vocabulary) for _ in range(2))
-    choice = device_sampling.Choice([[5], [6]], 8, vocabulary, np.dtype(np.float32), None, [None, rule])
+    choice = device_sampling.Choice(
+        [[5], [6]], 8, vocabulary, dtype=np.dtype(np.float32), sampling=None, constraints=[None, rule]
+    )
     logits = SimpleNamespace(address=lambda: 0, bytes=lambda: 0, row_bytes=lambda: 0)
     for past in ([1, 1], [2, 2], [3, -1]):
         if past[1] >= 0:
@@ -208,7 +216,7 @@ def test_a_row_of_a_choice_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
 
     without_a_gpu(monkeypatch, Library)
     sampling = Sampling(0.5, presence_penalty=1, no_repeat_ngram_size=2, seed=3)
-    choice = device_sampling.Choice([[5], [6], [7]], 8, 40, np.dtype(np.float32), sampling)
+    choice = device_sampling.Choice([[5], [6], [7]], 8, 40, dtype=np.dtype(np.float32), sampling=sampling)
     logits = SimpleNamespace(address=lambda: 0, bytes=lambda: 0, row_bytes=lambda: 0)
     choice.join(1, [4, 4, 2], 9, None)
     choice.start(logits, [3], None, 1)  # type: ignore[arg-type]
@@ -255,7 +263,7 @@ def test_reasoning_is_free(text: Text, template: str, prompt: str, free: str, th
         assert words[token // 32] >> token % 32 & 1
         assert np.bitwise_count(words).sum() < 40
         rule.add(token)
-    with pytest.raises(ModelError, match="the grammar cannot go on"):
+    with pytest.raises(ModelError, match="an answer cannot follow its rule: "):
         rule.add(text.ids("more")[0])
 
 

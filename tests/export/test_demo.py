@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from quantmoe.benchmarks import pytorch_comparison as compare
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.commands import demo as command
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 

@@ -37,7 +37,7 @@ from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format
@@ -272,7 +272,7 @@ def test_an_expert_that_no_token_reached_has_no_input_scale(tmp_path, fixture, s
     said = f"{name} is {'missing' if value is None else value}, expected .*--activations float does without"
     with pytest.raises(CheckpointError, match=re.escape(said).replace(r"\.\*", ".*")):
         find_format(open_checkpoint(folder)).matrix(module)
-    found = open_format(folder, None, None, "float").matrix(module)
+    found = open_format(folder, None, None, activations="float").matrix(module)
     assert found.input_scale is None
     np.testing.assert_array_equal(found.codes, find_format(open_checkpoint(FIXTURES / fixture)).matrix(module).codes)
     if fixture == "modelopt-nvfp4" and value is None:

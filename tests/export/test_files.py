@@ -30,14 +30,15 @@ from transformers import AutoTokenizer
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.cli import main
-from quantmoe.exporter.folder.files import FILES
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.chat_template import load_template
+from quantmoe.exporter.folder.files import FILES, LFS_POINTER
 from quantmoe.exporter.folder.interface import PAGED, PAGED_TENSORS, TENSORS
+from quantmoe.exporter.folder.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.survey import survey
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.template import load_template
-from quantmoe.exporter.reading.tokenizer import load_tokenizer, stop_tokens
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.targets import CPU, CUDA, ORT
 from quantmoe.exporter.writing import convert
 from quantmoe.exporter.writing.convert import export
@@ -474,7 +475,7 @@ def test_refusals(checkpoint, tmp_path, config, message):
 
 
 def test_missing_dense_tensor_is_named(checkpoint, tmp_path, monkeypatch):
-    from quantmoe.exporter.reading.formats.base import Format
+    from quantmoe.exporter.reading.weights.base import Format
 
     names = Format.parameters
     monkeypatch.setattr(Format, "parameters", lambda self: [n for n in names(self) if n != "model.norm.weight"])

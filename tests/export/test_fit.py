@@ -15,11 +15,11 @@ from tiny import make_float_checkpoint
 
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.inspecting.expert_trace import Trace, read_trace
 from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.reserve import reserve
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import console
 from quantmoe.exporter.targets import CPU, CUDA
 from quantmoe.exporter.writing.checkpoint_fit import SIZES, ExportSize, export_sizes
@@ -61,7 +61,7 @@ def test_a_checkpoint_takes_what_its_export_takes(checkpoint, exported, architec
 
 
 def test_the_share_of_the_experts_that_fits():
-    size = ExportSize(None, experts=1000, others=50, cache=30, reserve=20, least=10)
+    size = ExportSize(quantize=None, experts=1000, others=50, cache=30, reserve=20, least=10)
     assert [size.held(memory) for memory in (1100, 1099, 600, 110, 109)] == [1.0, 0.999, 0.5, 0.01, 0.0]
 
 
@@ -127,7 +127,7 @@ def test_a_cache_on_the_cpu(found, exported, tmp_path):
     counts = generator.experts_report()
     assert counts["slots"] == half.slots
     del generator
-    traced = fit(found, memory, CONTEXT, read_trace(tmp_path / "trace"))
+    traced = fit(found, memory, CONTEXT, trace=read_trace(tmp_path / "trace"))
     assert traced.from_trace
     assert traced.hit_rate == counts["hits"] / (counts["hits"] + counts["misses"])
     assert traced.missed * 12 == counts["bytes_read"]
@@ -214,10 +214,10 @@ def test_a_trace_of_ram_below_a_gpu(on_gpu):
     ]
     runs = [(at, rng.integers(0, n, (1, 2)).astype(np.uint16)) for _ in range(200) for at, n in enumerate(counts)]
     trace = Trace(layers, slot, runs)
-    one = fit(on_gpu, memory, CONTEXT, trace, ram=CPU.reserve + max(counts) * slot)
+    one = fit(on_gpu, memory, CONTEXT, trace=trace, ram=CPU.reserve + max(counts) * slot)
     other = Trace([layer | {"bytes": 7} for layer in layers], 9, runs)  # of another export: experts are this one's
-    assert fit(on_gpu, memory, CONTEXT, other, ram=CPU.reserve + max(counts) * slot) == one
-    most = fit(on_gpu, memory, CONTEXT, trace, ram=CPU.reserve + (sum(counts) - 1) * slot)
+    assert fit(on_gpu, memory, CONTEXT, trace=other, ram=CPU.reserve + max(counts) * slot) == one
+    most = fit(on_gpu, memory, CONTEXT, trace=trace, ram=CPU.reserve + (sum(counts) - 1) * slot)
     assert one.missed == most.missed
     on_device = device_slots(counts, [layer["bytes"] for layer in layers], one.budget)
     assert one.from_disk == trace.lru(on_device, max(counts))[2] / 200
@@ -302,6 +302,6 @@ def test_what_is_refused(found, tmp_path):
     header = {"quantmoe_trace": 1, "slot_bytes": 9, "layers": [{"node": "a", "experts": 3, "bytes": 9}]}
     (tmp_path / "trace").write_text(json.dumps(header) + "\n", encoding="utf-8")
     with pytest.raises(ModelError, match="the trace is of a model with other layers or experts"):
-        fit(found, 1 << 33, CONTEXT, read_trace(tmp_path / "trace"))
+        fit(found, 1 << 33, CONTEXT, trace=read_trace(tmp_path / "trace"))
     with pytest.raises(ModelError, match="expected QuantMoE nodes after routers"):
         fit(found | {"layers": []}, 1 << 33, CONTEXT)

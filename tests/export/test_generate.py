@@ -21,7 +21,7 @@ from test_model import error, tokens
 import quantmoe
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.genai import genai_config, shares_buffer
 from quantmoe.runtime.generate import Generator
@@ -120,7 +120,7 @@ def test_the_next_answer_on_a_cache_ends_the_one_before(exported, speculate):
 
 def test_sampling_repeats_with_its_seed(exported):
     generator = Generator(exported("qwen3_moe", activations="float"))
-    a, b, c = (generator.generate(PROMPT, 12, sampling=Sampling(2.0, 0, 1.0, seed)).tokens for seed in (1, 1, 2))
+    a, b, c = (generator.generate(PROMPT, 12, sampling=Sampling(2.0, 0, 1.0, seed=seed)).tokens for seed in (1, 1, 2))
     assert a == b != c
     assert generator.generate(PROMPT, 12, sampling=Sampling(5.0, 1)).tokens == generator.greedy(PROMPT, 12).tokens
 
@@ -138,7 +138,12 @@ def test_penalties_are_of_prompt_and_answer_wherever_they_run(exported):
     alone = generator.generate(other, 12, sampling=never).tokens
     assert generator.generate_batch([PROMPT, other], 12, sampling=never) == [found, alone]
     drafting = Generator(generator.path, speculate="ngram")
-    text, mild = PROMPT + generator.greedy(PROMPT, 60).tokens, Sampling(0.0, 50, 1.0, None, 0.0, 1.01, 0.0, 0.001)
+    text, mild = (
+        PROMPT + generator.greedy(PROMPT, 60).tokens,
+        Sampling(
+            0.0, 50, 1.0, seed=None, min_p=0.0, repetition_penalty=1.01, presence_penalty=0.0, frequency_penalty=0.001
+        ),
+    )
     plain, drafted = (g.generate(text, 30, sampling=mild) for g in (generator, drafting))
     assert drafted.speculation.drafted > 0
     assert drafted.tokens == plain.tokens

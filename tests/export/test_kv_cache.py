@@ -23,7 +23,8 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import find_format, kv_cache, open_checkpoint
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.weights import kv_cache
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut, write
-from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 

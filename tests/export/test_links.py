@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import quantmoe
-from quantmoe.exporter.reading.sampling import read_object
-from quantmoe.exporter.reading.template import load_template
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.folder.chat_template import load_template
+from quantmoe.exporter.folder.json_files import read_object
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def recognised(**config: object):
     settings = AutoConfig.for_model("qwen3_moe", **SMALL | config)
     model = AutoModelForCausalLM.from_config(settings).eval()
     model.set_attn_implementation(standard_attention.NAME)
-    return recognise(model, model.model, lambda spec: "", [GROUPED], indexer.compare)
+    return recognise(model, model.model, lambda spec: "", kinds=[GROUPED], indexer=indexer.compare)
 
 
 def test_the_same_by_other_code_is_recognised(monkeypatch):

@@ -13,11 +13,12 @@ from sweeps import every
 from test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing.convert import Report, export
 from quantmoe.runtime.generate import Generator
 

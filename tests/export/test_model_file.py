@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
+from quantmoe.exporter.folder.external_tensors import external_tensors
 from quantmoe.exporter.folder.model_file import load, metadata_of
 
 
@@ -45,3 +47,52 @@ def test_a_generator_is_imported_without_slow_packages(model: Path) -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def _weights(folder: Path, **others: onnx.NodeProto) -> Path:
+    """A model with tensors in a file: one of two takers, one of an operator of ours, and one in the model itself."""
+    tensors = [
+        onnx.numpy_helper.from_array(np.arange(count, dtype=dtype).reshape(shape), name)
+        for name, count, dtype, shape in [
+            ("table", 600, np.float32, (20, 30)),
+            ("codes", 400, np.uint8, (400,)),
+            ("inside", 3, np.int64, (3,)),
+        ]
+    ]
+    nodes = [
+        onnx.helper.make_node("Gather", ["table", "ids"], ["x"]),
+        onnx.helper.make_node("MatMul", ["x", "table"], ["y"]),
+        onnx.helper.make_node("QuantLinear", ["y", "codes"], ["z"], domain="quantmoe"),
+        *others.values(),
+    ]
+    path = folder / "model.onnx"
+    graph = onnx.helper.make_graph(nodes, "g", [], [], tensors)
+    onnx.save(
+        onnx.helper.make_model(graph), path, save_as_external_data=True, location="model.onnx.data", size_threshold=300
+    )
+    return path
+
+
+def test_external_tensors_are_those_of_the_model(tmp_path: Path) -> None:
+    path = _weights(tmp_path)
+    table, codes = external_tensors(path)
+    assert (table.name, table.data_type, table.shape, table.length) == ("table", 1, (20, 30), 2400)
+    assert table.takers == {("", "Gather"), ("", "MatMul")}
+    assert (codes.name, codes.data_type, codes.shape, codes.length) == ("codes", 2, (400,), 400)
+    assert codes.takers == {("quantmoe", "QuantLinear")}
+    data = (tmp_path / codes.file).read_bytes()
+    assert data[codes.offset :][:400] == np.arange(400, dtype=np.uint8).tobytes()
+
+
+def test_external_tensors_of_graphs_inside_are_left_out(tmp_path: Path) -> None:
+    inside = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["table"], ["t"])], "inside", [], [])
+    assert not external_tensors(
+        _weights(tmp_path, choice=onnx.helper.make_node("If", ["c"], ["r"], then_branch=inside, else_branch=inside))
+    )
+
+
+@pytest.mark.parametrize("contents", [b"", b"\x3a", b"\x3a\x05ab", b"\xff" * 30])
+def test_a_file_that_is_no_model_has_no_external_tensors(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(contents)
+    assert external_tensors(path) == external_tensors(tmp_path / "nowhere") == []

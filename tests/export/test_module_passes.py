@@ -128,10 +128,15 @@ def test_a_shared_expert() -> None:
     model = torch.nn.ModuleDict({"mlp": TinyMixture()})
     assert shared_experts.recognise(model, {"mlp.experts": EXPERTS}) == {
         "mlp.experts": Shared(
-            "mlp", "mlp.gate", tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
-            "mlp.shared_expert_gate", count=2, flat=False, logits=False,
+            mixture="mlp",
+            router="mlp.gate",
+            projections=tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+            gate="mlp.shared_expert_gate",
+            count=2,
+            flat=False,
+            logits=False,
         )
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("change", ["no sigmoid", "another input", "another activation"])
@@ -189,7 +194,7 @@ class TinyDecoder(torch.nn.Module):
 @pytest.mark.parametrize("window", [0, 6])
 def test_attention(window: int) -> None:
     model = TinyDecoder(window=window)
-    found, left = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
+    found, left = recognise(model, model, lambda spec: "", kinds=[GROUPED], indexer=indexer.compare)
     assert left == {}
     spec = found["self_attn"].spec
     assert (spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size) == (2, 1, 8, 8)
@@ -200,13 +205,13 @@ def test_attention(window: int) -> None:
 @pytest.mark.parametrize("change", ["keys do not turn", "values are bent", "twice the output"])
 def test_other_attention_stays(change: str) -> None:
     model = TinyDecoder(change)
-    found, left = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
+    found, left = recognise(model, model, lambda spec: "", kinds=[GROUPED], indexer=indexer.compare)
     assert (found, left) == ({}, {"self_attn": "it computes something else than CachedAttention"})
 
 
 def test_attention_that_kernels_refuse_stays() -> None:
     model = TinyDecoder()
-    found, left = recognise(model, model, lambda spec: "too wide", [GROUPED], indexer.compare)
+    found, left = recognise(model, model, lambda spec: "too wide", kinds=[GROUPED], indexer=indexer.compare)
     assert (found, left) == ({}, {"self_attn": "too wide"})
 
 
@@ -217,7 +222,7 @@ def test_recognised_attention_is_one_node() -> None:
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     unseen = torch.ones(3, 3).triu(1).bool() | (mask[:, None, None] == 0)
     want, _ = model.self_attn(x, tables, torch.zeros(2, 1, 3, 3).masked_fill(unseen, torch.finfo(torch.float32).min))
-    found, _ = recognise(model, model, lambda spec: "", [GROUPED], indexer.compare)
+    found, _ = recognise(model, model, lambda spec: "", kinds=[GROUPED], indexer=indexer.compare)
     rows = Rows(model, CPU)
     rows.mask, rows.rows = mask, torch.tensor([[0, 3, 0], [1, 2, 0]], dtype=torch.int32)
     attach(model, found, rows, ())

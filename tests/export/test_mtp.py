@@ -31,13 +31,12 @@ from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.fit import _drafting, fit
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_fit
 from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.convert import export

@@ -20,10 +20,11 @@ from sweeps import every
 
 import quantmoe
 from quantmoe.custom_ops.op import inputs
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.folder.metadata import PRODUCER
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
-from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import open_checkpoint
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing import output
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

@@ -34,7 +34,9 @@ def random_table(kind: str, group_size: int, scales: str, n: int = 37, k: int = 
     codes = rng.integers(0, 1 << SCHEMES[kind].bits, (n, k), np.uint8)
     dtype, shape = SCALE_DTYPES[scales], (n, k // group_size)
     if dtype.names is None:
-        return QuantizedMatrix(kind, codes, rng.normal(0, 1, shape).astype(dtype), group_size)
+        return QuantizedMatrix(
+            kind=kind, codes=codes, scales=rng.normal(0, 1, shape).astype(dtype), group_size=group_size
+        )
     found = np.empty(shape, dtype)
     for name in dtype.names:
         part = dtype[name]
@@ -42,7 +44,7 @@ def random_table(kind: str, group_size: int, scales: str, n: int = 37, k: int = 
         found[name] = rng.normal(0, 1, shape) if part.shape == () else rng.integers(low, high, (*shape, *part.shape))
         if part == np.float32:  # checkpoints have 16 bits: a code times its scale is exact in f32
             found[name] = found[name].astype(np.float16)
-    return QuantizedMatrix(kind, codes, found, group_size)
+    return QuantizedMatrix(kind=kind, codes=codes, scales=found, group_size=group_size)
 
 
 def looked_up(m: QuantizedMatrix, wide: ir.DataType, ids: np.ndarray) -> np.ndarray:

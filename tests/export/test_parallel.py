@@ -456,12 +456,20 @@ def test_an_expert_in_the_order_of_its_columns(data):
     def matrix(n: int, k: int, order: np.ndarray | None, **more: np.ndarray) -> QuantizedMatrix:
         codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
         scales, zeros = rng.random((n, k // group)).astype(np.float32), rng.integers(0, 16, (n, k // group))
-        return QuantizedMatrix("int4", codes, scales, group, zero_points=zeros.astype(np.uint8), perm=order, **more)
+        return QuantizedMatrix(
+            kind="int4",
+            codes=codes,
+            scales=scales,
+            group_size=group,
+            zero_points=zeros.astype(np.uint8),
+            perm=order,
+            **more,
+        )
 
     gate, up = (matrix(features, 16, rng.permutation(16), bias=rng.random(features)) for _ in range(2))
     order = rng.permutation(features).astype(np.int32)
     down = matrix(5, features, order, pre_scale=rng.random(features).astype(np.float32))
-    parts = [Slice(rank, count).expert(Expert(gate, up, down), "none") for rank in range(count)]
+    parts = [Slice(rank=rank, world=count).expert(Expert(gate, up, down), "none") for rank in range(count)]
     for m, own in ((gate, [part.gate for part in parts]), (up, [part.up for part in parts])):
         np.testing.assert_array_equal(np.concatenate([part.dequantize() for part in own]), m.dequantize()[order])
         np.testing.assert_array_equal(np.concatenate([part.bias for part in own]), m.bias[order])
@@ -474,8 +482,14 @@ def test_experts_in_act_order_that_are_not_divided():
     """Their activations' groups, or the blocks of gate's rows, would be cut."""
 
     def matrix(block_n: int, order: np.ndarray | None) -> QuantizedMatrix:
-        return QuantizedMatrix("fp8_e4m3", np.zeros((64, 64), np.uint8), np.ones((64 // block_n, 2), np.float32), 32,
-                               block_n, perm=order)  # fmt: skip
+        return QuantizedMatrix(
+            kind="fp8_e4m3",
+            codes=np.zeros((64, 64), np.uint8),
+            scales=np.ones((64 // block_n, 2), np.float32),
+            group_size=32,
+            block_n=block_n,
+            perm=order,
+        )
 
     order = np.roll(np.arange(64, dtype=np.int32), 1)
     for block_n, rounded, message in (
@@ -484,7 +498,7 @@ def test_experts_in_act_order_that_are_not_divided():
     ):
         expert = Expert(matrix(block_n, None), matrix(block_n, None), matrix(1, order))
         with pytest.raises(ValueError, match=f"{message} .*; --expert-parallel gives each rank whole experts"):
-            Slice(0, 2).expert(expert, rounded)
+            Slice(rank=0, world=2).expert(expert, rounded)
 
 
 @given(st.data())
@@ -497,7 +511,9 @@ def test_parts_of_sections(data):
     scales = np.arange(1, n // block_n * 2 + 1, dtype=np.float32).reshape(-1, 2)
     zero_points = (np.arange(scales.size) % 16).astype(np.uint8).reshape(scales.shape)
     bias = np.arange(n, dtype=np.float32)
-    whole = QuantizedMatrix("int4", codes, scales, 4, block_n, zero_points, bias=bias)
+    whole = QuantizedMatrix(
+        kind="int4", codes=codes, scales=scales, group_size=4, block_n=block_n, zero_points=zero_points, bias=bias
+    )
     cuts = [Cut(0, rank, count, sections) for rank in range(count)]
     parts = [cut.matrix(whole) for cut in cuts]
     ends = np.cumsum(sections)[:-1] * block_n
@@ -520,7 +536,7 @@ def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architectur
     """Each rank gives the whole model's logits of its own tokens."""
     options = {"tensor_parallel": 2, "expert_parallel": True, "data_parallel": True}
     if mapped:
-        layers = moe_layers(open_format(checkpoint(architecture), None, None, None))
+        layers = moe_layers(open_format(checkpoint(architecture), None, None, activations=None))
         write_map(tmp_path / "map.json", [balance([9, *[1] * (layer.num_experts - 1)], 2, 2) for layer in layers])
         options["expert_map"] = tmp_path / "map.json"
     export(checkpoint(architecture), tmp_path / "slices", **EVERY_LOGIT, **options)
@@ -539,7 +555,7 @@ def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architectur
 @pytest.mark.every
 def test_ranks_with_experts_as_a_map_says(checkpoint, whole, tmp_path, architecture):
     """Any experts in any rank, some several times: each pair is computed once, by a rank that all agree on."""
-    layers = moe_layers(open_format(checkpoint(architecture), None, None, None))
+    layers = moe_layers(open_format(checkpoint(architecture), None, None, activations=None))
     rng = np.random.default_rng(1)
     found = [balance(rng.zipf(1.5, layer.num_experts), 4, 4) for layer in layers]
     assert all(placement.copies > 1 for placement in found)
@@ -679,7 +695,7 @@ def test_exports_that_differ_have_other_identities(checkpoint, tmp_path, monkeyp
     usual = {"tensor_parallel": 2, "expert_parallel": True}
 
     def identity(folder: Path = folder, **options: object) -> int:
-        return export_id(open_format(folder, None, None, None).ckpt, Options(**usual | options))
+        return export_id(open_format(folder, None, None, activations=None).ckpt, Options(**usual | options))
 
     maps = []
     for order in (MAP[0], MAP[1]):
@@ -977,7 +993,10 @@ def test_what_of_linear_attention_ranks_do_not_divide_is_named(tmp_path):
 
 def test_options():
     assert Options().slices == [None]
-    assert Options(tensor_parallel=2, expert_parallel=True).slices == [Slice(0, 2, True), Slice(1, 2, True)]
+    assert Options(tensor_parallel=2, expert_parallel=True).slices == [
+        Slice(rank=0, world=2, whole_experts=True),
+        Slice(rank=1, world=2, whole_experts=True),
+    ]
     for options, match in (
         ({"tensor_parallel": 0}, "tensor_parallel is 0, expected 1 to 1024"),
         ({"expert_parallel": True}, "expert_parallel needs tensor_parallel"),

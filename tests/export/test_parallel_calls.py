@@ -27,9 +27,9 @@ from quantmoe.exporter.choosing.choose import scaled
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, unrounded
-from quantmoe.exporter.reading.formats.rounding import PIECE
-from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
+from quantmoe.exporter.reading.weights.base import FLOAT_KINDS, unrounded
+from quantmoe.exporter.reading.weights.rounding import PIECE
+from quantmoe.exporter.reading.weights.unquantized import KINDS, Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import BASE_MEMORY, dequantizing, plan
 

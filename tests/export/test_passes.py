@@ -496,10 +496,10 @@ def test_norms_by_one_more_than_their_weight() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_of_onnx_runtime(zero_points: bool, bias: bool) -> None:
     m = QuantizedMatrix(
-        "int4",
-        RNG.integers(0, 16, (6, 40), dtype=np.uint8),
-        RNG.uniform(0.5, 1, (6, 3)).astype(np.float32),
-        16,
+        kind="int4",
+        codes=RNG.integers(0, 16, (6, 40), dtype=np.uint8),
+        scales=RNG.uniform(0.5, 1, (6, 3)).astype(np.float32),
+        group_size=16,
         zero_points=RNG.integers(0, 16, (6, 3), dtype=np.uint8) if zero_points else None,
         bias=RNG.normal(size=6).astype(np.float32) if bias else None,
     )
@@ -690,7 +690,7 @@ MIXTURE = """g (float[T, 8] x, float[8, 4] router, float[8, 8] shared, int32[4, 
 def test_tokens_meet_before_experts_and_their_router() -> None:
     """Not before what is beside them."""
     model = parsed(MIXTURE.format(extra="", beside="x"))
-    meet_around_experts(model, Slice(1, 4, export_id=7))
+    meet_around_experts(model, Slice(rank=1, world=4, export_id=7))
     made = {node.op_type: node for node in model.graph}
     assert ops(model) == [
         "AllGather", "Cast", "MatMul", "Constant", "TopK", "MatMul", "QuantMoE", "ReduceScatter", "Add"
@@ -713,13 +713,13 @@ def test_tokens_meet_before_experts_and_their_router() -> None:
 )
 def test_routers_with_other_uses_do_not_meet(extra: str, beside: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        meet_around_experts(parsed(MIXTURE.format(extra=extra, beside=beside)), Slice(0, 2))
+        meet_around_experts(parsed(MIXTURE.format(extra=extra, beside=beside)), Slice(rank=0, world=2))
 
 
 def test_ids_of_something_else_do_not_meet() -> None:
     model = parsed(MIXTURE.format(extra="", beside="x").replace("(x, ids, weights", "(beside, ids, weights"))
     with pytest.raises(ValueError, match="ids and weights of  are not made of its input"):
-        meet_around_experts(model, Slice(0, 2))
+        meet_around_experts(model, Slice(rank=0, world=2))
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])

@@ -24,11 +24,11 @@ from quantmoe.exporter.graph import calibrating
 from quantmoe.exporter.graph.calibrating import calibrate
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.rounding import weighed
 from quantmoe.exporter.reading.gguf.imatrix import read_imatrix
+from quantmoe.exporter.reading.weights.rounding import weighed
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.writing import calibration as calibration_module
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -364,7 +364,7 @@ def test_only_int4_has_zero_points(floats: Path, tmp_path: Path) -> None:
         export(floats, tmp_path / "out", quantize="int8", symmetric=True)
     module = "model.layers.0.self_attn.q_proj"
     assert open_format(floats, "int4", None).matrix(module).zero_points is not None
-    assert open_format(floats, "int4", None, None, True).matrix(module).zero_points is None
+    assert open_format(floats, "int4", None, activations=None, symmetric=True).matrix(module).zero_points is None
 
 
 def test_matrices_with_global_scales_of_their_own_stay_apart(floats: Path, tmp_path: Path) -> None:

@@ -121,7 +121,11 @@ def test_one_of_another_format_stays_apart(tmp_path: Path) -> None:
         if "shared_expert.up_proj" in name:
             skeleton.linears[name] = "lm_head"
     chosen = choose(
-        skeleton, choose_experts(skeleton.format, "cpu_panel", "int8", "exact"), "cpu_panel", "int8", "exact"
+        skeleton,
+        choose_experts(skeleton.format, "cpu_panel", "int8", scales="exact"),
+        "cpu_panel",
+        activations="int8",
+        scales="exact",
     )
     assert not chosen.shared
     assert set(chosen.apart) == {f"model.layers.{i}.mlp.shared_expert" for i in range(2)}
@@ -142,7 +146,7 @@ def test_a_mixture_that_is_another_is_left_alone(broken: str, tmp_path: Path, mo
     folder = checkpoint(tmp_path / "c", "qwen3_next")
     format = find_format(open_checkpoint(folder))
     skeleton = Skeleton(format)
-    chosen = choose_experts(format, "cpu_panel", "int8", "exact")
+    chosen = choose_experts(format, "cpu_panel", "int8", scales="exact")
     specs = {name: chosen[layer.name][0][1] for name, layer in skeleton.experts.items()}
     assert len(recognise(skeleton.model, specs)) == 2
 
@@ -173,11 +177,11 @@ def test_portions(axis: int, block_n: int, group_size: int) -> None:
     rng = np.random.default_rng(0)
     groups = 1 if group_size == -1 else 96 // group_size
     m = QuantizedMatrix(
-        "int8",
-        rng.integers(0, 256, (48, 96), np.uint8),
-        rng.uniform(0.5, 1, (48 // block_n, groups)).astype(np.float32),
-        group_size,
-        block_n,
+        kind="int8",
+        codes=rng.integers(0, 256, (48, 96), np.uint8),
+        scales=rng.uniform(0.5, 1, (48 // block_n, groups)).astype(np.float32),
+        group_size=group_size,
+        block_n=block_n,
         zero_points=rng.integers(0, 256, (48 // block_n, groups), np.uint8),
         bias=rng.normal(size=48).astype(np.float32) if axis == 0 else None,
         pre_scale=rng.uniform(0.5, 2, 96).astype(np.float32),
@@ -200,7 +204,9 @@ def test_portions_in_act_order() -> None:
     perm = rng.permutation(np.concatenate(groups)).reshape(-1).astype(np.int32)
     codes, scales = rng.integers(0, 16, (48, 96), np.uint8), rng.uniform(0.5, 1, (48, 12)).astype(np.float32)
     zero_points, pre_scale = rng.integers(0, 16, (48, 12), np.uint8), rng.uniform(0.5, 2, 96).astype(np.float32)
-    m = QuantizedMatrix("int4", codes, scales, 8, zero_points=zero_points, pre_scale=pre_scale, perm=perm)
+    m = QuantizedMatrix(
+        kind="int4", codes=codes, scales=scales, group_size=8, zero_points=zero_points, pre_scale=pre_scale, perm=perm
+    )
     parts = [portion(m, i, 3, 1) for i in range(3)]
     assert all(part.perm is not None for part in parts)
     np.testing.assert_array_equal(np.concatenate([part.dequantize() for part in parts], 1), m.dequantize())

@@ -19,12 +19,12 @@ from test_hybrid import grown
 from test_model import error, expected, run, tokens
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.sampling_options import Sampling
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.placeholders import DTYPES
-from quantmoe.exporter.reading.sampling import Sampling
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.writing.convert import export
+from quantmoe.runtime.choosing.sampling import Sampler
 from quantmoe.runtime.generate import Generator
-from quantmoe.runtime.sampling import Sampler
 from quantmoe.runtime.speculate import Lookup, Speculation
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]
@@ -438,5 +438,5 @@ def test_there_are_more_drafts_where_they_are_accepted():
             asked.append(count)
             return [next(next_)] * count
 
-    list(itertools.islice(Speculation(Told(), 4).steps(Zeros(), [0], 99, (), Sampler()), 20))
+    list(itertools.islice(Speculation(Told(), 4).steps(Zeros(), [0], 99, stop=(), sample=Sampler()), 20))
     assert asked == [4, 1, 1, 2, 4, 4, 4, 1]

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.exporter.safetensors_file import DTYPES, read_header, write_safetensors
 from quantmoe.runtime import saved_states
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.saved_states import CHECKSUM, MODEL

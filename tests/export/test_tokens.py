@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import read_object
-from quantmoe.exporter.reading.template import folder_turns, load_template
-from quantmoe.exporter.reading.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
+from quantmoe.exporter.folder.chat_template import folder_turns, load_template
+from quantmoe.exporter.folder.json_files import read_object
+from quantmoe.exporter.folder.tokenizer import end_tokens, load_tokenizer, special_tokens, stop_tokens
 from quantmoe.exporter.targets import CPU
 from quantmoe.exporter.writing.readme import readme
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
@@ -397,10 +397,10 @@ def test_a_template_on_a_loaded_machine_keeps_its_turns(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "path", [str(wait), *sys.path])
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
     (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    monkeypatch.setattr("quantmoe.exporter.reading.template.SECONDS", 0.04)
+    monkeypatch.setattr("quantmoe.exporter.folder.chat_template.SECONDS", 0.04)
     turns, reason = folder_turns(tmp_path)
     assert (turns["chat.begin"], turns["chat.reply"], reason) == ("<user>", "</><assistant>", "")
-    monkeypatch.setattr("quantmoe.exporter.reading.template.CLOCK", 0.4)
+    monkeypatch.setattr("quantmoe.exporter.folder.chat_template.CLOCK", 0.4)
     assert folder_turns(tmp_path) == (
         {},
         f"{tmp_path / 'chat_template.jinja'}: rendering takes longer than 0.4 s",

@@ -18,8 +18,9 @@ from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.reading.formats import open_checkpoint, unquantized
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.formats import open_checkpoint
+from quantmoe.exporter.reading.weights import unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

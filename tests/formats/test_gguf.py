@@ -27,18 +27,18 @@ from quantmoe.benchmarks.random_gguf import UNSLOTH as UNSLOTH_FILES
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.exporter.choosing.choose import choose_experts
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.files import LFS_POINTER
 from quantmoe.exporter.folder.model_file import load
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting import unpack
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import is_model, survey
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.gguf.blocks import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
 from quantmoe.exporter.report import print_survey
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
@@ -281,18 +281,18 @@ def test_blocks_for_nvidia_gpus(kind: str, tmp_path: Path) -> None:
     if CARRIED[kind].kind in ("q2_k", "q4_1", "q5_1"):
         refused = f"format {CARRIED[kind].kind}; layout marlin carries int4, .*q6_k$"
         with pytest.raises(CheckpointError, match=refused):
-            choose_experts(format, "marlin", None, "exact")
+            choose_experts(format, "marlin", None, scales="exact")
         return
     if CARRIED[kind].group_size == 16 and kind != "NVFP4":
         with pytest.raises(CheckpointError, match="group_size is 16, the CUDA kernels take -1, 32 and powers of two"):
-            choose_experts(format, "marlin", None, "bf16")
+            choose_experts(format, "marlin", None, scales="bf16")
         assert "w13_group_size is 16" in survey(format.ckpt.folder)["refused"]["cuda"]  # which no --scales helps
         return
     if CARRIED[kind].scales == "f32":
         with pytest.raises(CheckpointError, match="groups of 64 and more: export with --scales bf16"):
-            choose_experts(format, "marlin", None, "exact")
+            choose_experts(format, "marlin", None, scales="exact")
         return
-    (((_, spec),),) = choose_experts(format, "marlin", None, "exact").values()
+    (((_, spec),),) = choose_experts(format, "marlin", None, scales="exact").values()
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
     marlin.pack(moe_layers(format)[0].expert(1), spec, *rows)
     found, want = marlin.unpack(spec, *rows), llama_cpps(kind, blocks[1])
@@ -613,7 +613,7 @@ def test_what_is_said_of_a_type(kind: str, tmp_path: Path) -> None:
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     path = small_file(tmp_path / "model.gguf", kind, random_blocks(kind, 2, 256))
     format = find_format(open_checkpoint(path))
-    ((_, spec),) = next(iter(choose_experts(format.with_widths(True), "cpu_panel", None, "exact").values()))
+    ((_, spec),) = next(iter(choose_experts(format.with_widths(True), "cpu_panel", None, scales="exact").values()))
     of_rows = 256 * (12 if spec.w2.format in ("mxfp4", "nvfp4") else 8)
     bits, own = (cpu_panel.row_bytes(spec, "w2") - of_rows) * 8 / 256**2, 8 * octets / weights
     said, cuda = survey(path)["types"][0]["scheme"], survey(path)["refused"]["cuda"]

@@ -23,7 +23,7 @@ from quantmoe.custom_ops.matrix import unrotated
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.rotations import refusal
+from quantmoe.exporter.reading.weights.rotations import refusal
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator
 

@@ -11,10 +11,10 @@ import pytest
 from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from quantmoe.exporter.reading.checkpoint import LFS_POINTER
+from quantmoe.exporter.folder.files import LFS_POINTER
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.base import MTP, VISION
+from quantmoe.exporter.reading.weights.base import MTP, VISION
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from encoders import CASES
 
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, Format, find_format, moe_layers, open_checkpoint
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

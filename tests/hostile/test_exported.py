@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from quantmoe.exporter.folder.record import HASH, new_hash
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
-from quantmoe.exporter.reading.checkpoint import read_header
+from quantmoe.exporter.safetensors_file import read_header
 from quantmoe.runtime.generate import Generator
 
 DATA = "model.bin"

@@ -357,7 +357,9 @@ def test_a_linear_keeps_its_act_order(kind, scale_type):
 def test_floats_of_a_linear(kind):
     """Units of 16 rows x 64 columns as they are, padded with zeros."""
     codes = np.random.default_rng(0).integers(0, 0x3C00, (40, 72), np.uint16)
-    m = QuantizedMatrix(kind, codes, np.ones((40, 1), np.float32), -1, bias=np.arange(40, dtype=np.float32))
+    m = QuantizedMatrix(
+        kind=kind, codes=codes, scales=np.ones((40, 1), np.float32), group_size=-1, bias=np.arange(40, dtype=np.float32)
+    )
     spec = linear_spec(72, 40, marlin.describe_down(m, "none"))
     row = np.full(marlin.row_bytes(spec.moe, "w2"), 0xA5, np.uint8)
     marlin.pack_down(m, spec.moe, row)
@@ -379,7 +381,7 @@ def test_floats_of_an_expert(kind, gated):
     def matrix(n: int, k: int) -> QuantizedMatrix:
         codes = rng.integers(0, 0x3C00, (n, k), np.uint16)
         bias = rng.standard_normal(n).astype(np.float32)
-        return QuantizedMatrix(kind, codes, np.ones((n, 1), np.float32), -1, bias=bias)
+        return QuantizedMatrix(kind=kind, codes=codes, scales=np.ones((n, 1), np.float32), group_size=-1, bias=bias)
 
     gate, up, down = matrix(20, 72), matrix(20, 72), matrix(72, 20)
     expert = Expert(gate if gated else None, up, down)

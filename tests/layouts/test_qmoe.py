@@ -37,10 +37,10 @@ def matrix(
     top, shape = 1 << SCHEMES[kind].bits, (n, 1 if group == -1 else -(-k // group))
     values = rng.uniform(0.5, 1.5, shape) if scales != "e8m0" else 2.0 ** rng.integers(-3, 4, shape)
     return QuantizedMatrix(
-        kind,
-        rng.integers(0, top, (n, k), np.uint8),
-        values.astype(SCALE_DTYPES[scales]),
-        group,
+        kind=kind,
+        codes=rng.integers(0, top, (n, k), np.uint8),
+        scales=values.astype(SCALE_DTYPES[scales]),
+        group_size=group,
         zero_points=rng.integers(0, top, shape, np.uint8) if zeros else None,
         bias=rng.normal(0, 1, n).astype(np.float32) if bias else None,
     )
@@ -133,7 +133,7 @@ def test_mxfp4_as_onnxruntime_genai_packs_it():
     codes[codes == 8] = 0
     codes[:, ::32] = 7  # 6, the largest, in every block: the builder finds the same scale
     scales = (2.0 ** rng.integers(-3, 4, (h, i // 32))).astype(ml_dtypes.float8_e8m0fnu)
-    down = QuantizedMatrix("mxfp4", codes, scales, 32)
+    down = QuantizedMatrix(kind="mxfp4", codes=codes, scales=scales, group_size=32)
     spec, rows = layer(Expert(*(matrix(rng, "mxfp4", "e8m0", i, h, 32) for _ in range(2)), down))
     found = qmoe.stored(spec, "w2", rows[1], np.dtype(np.float16))
     theirs = SimpleNamespace(FP4_E2M1_MAX=6.0, FP4_E2M1_POS_VALUES=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -159,7 +159,9 @@ def test_a_linear_of_part_of_a_block(kind, zeros):
     assert qmoe.linear_spec(node, "bf16", zeros, True) == spec
 
 
-BASE = QuantizedMatrix("int4", np.zeros((64, 96), np.uint8), np.ones((64, 3), np.float32), 32)
+BASE = QuantizedMatrix(
+    kind="int4", codes=np.zeros((64, 96), np.uint8), scales=np.ones((64, 3), np.float32), group_size=32
+)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,9 @@ BASE = QuantizedMatrix("int4", np.zeros((64, 96), np.uint8), np.ones((64, 3), np
 )  # fmt: skip
 def test_refused_by_name(change, activations, text):
     other = dataclasses.replace(BASE, **change)
-    down = QuantizedMatrix("int4", np.zeros((96, 64), np.uint8), np.ones((96, 2), np.float32), 32)
+    down = QuantizedMatrix(
+        kind="int4", codes=np.zeros((96, 64), np.uint8), scales=np.ones((96, 2), np.float32), group_size=32
+    )
     with pytest.raises(ValueError, match=text):
         qmoe.describe(Expert(None, other, down), activations)
 

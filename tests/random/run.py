@@ -172,7 +172,13 @@ class Draw:
         unit = kind.magnitude / deviation / np.sqrt(k)  # scales of which products have the deviation of x
         if kind.format in ("bf16", "f16"):
             values = (rng.normal(0, unit, (n, k))).astype(SCALE_DTYPES[kind.format])
-            return QuantizedMatrix(kind.format, values.view(np.uint16), np.ones((n, 1), np.float32), -1, **found)
+            return QuantizedMatrix(
+                kind=kind.format,
+                codes=values.view(np.uint16),
+                scales=np.ones((n, 1), np.float32),
+                group_size=-1,
+                **found,
+            )
         codes_of = 1 << SCHEMES[kind.format].bits
         codes = rng.integers(0, codes_of, (n, k), dtype=np.uint8)
         if self.chance(0.1):
@@ -191,7 +197,7 @@ class Draw:
                         levels[of_groups] = rng.integers(low, 128, levels[of_groups].shape)
             if "levels" in names:
                 levels["levels"] = rng.integers(0, 256, levels["levels"].shape)
-            return QuantizedMatrix(kind.format, codes, levels, kind.group_size, **found)
+            return QuantizedMatrix(kind=kind.format, codes=codes, scales=levels, group_size=kind.group_size, **found)
         groups = 1 if kind.group_size == -1 else -(-k // kind.group_size)
         shape = -(-n // kind.block_n), groups
         scales = rng.uniform(0.3, 1.5, shape)
@@ -201,11 +207,11 @@ class Draw:
             found["global_scale"] = float(np.float32(unit / 8))
         zeros = kind.zero_points and self.chance(0.9)
         return QuantizedMatrix(
-            kind.format,
-            codes,
-            (scales * (8 if kind.format == "nvfp4" else unit)).astype(SCALE_DTYPES[kind.scale_type]),
-            kind.group_size,
-            kind.block_n,
+            kind=kind.format,
+            codes=codes,
+            scales=(scales * (8 if kind.format == "nvfp4" else unit)).astype(SCALE_DTYPES[kind.scale_type]),
+            group_size=kind.group_size,
+            block_n=kind.block_n,
             zero_points=rng.integers(0, codes_of, shape, dtype=np.uint8) if zeros else None,
             **found,
         )

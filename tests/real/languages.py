@@ -18,7 +18,7 @@ from typing import Any
 
 import other_languages
 
-from quantmoe.exporter.reading.tokenizer import load_tokenizer
+from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.runtime.chat import TextStream
 
 HERE = Path(__file__).parent

@@ -13,11 +13,11 @@ from test_templates import templates
 from tiny import make_tokenizer
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
-from quantmoe.exporter.reading.template import Template
-from quantmoe.runtime.constraint import Constraint, Vocabulary
-from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
-from quantmoe.runtime.required_calls import _around, required_calls
+from quantmoe.exporter.folder.chat_template import Template
+from quantmoe.exporter.folder.reply_formats import FORMATS, reply_format
+from quantmoe.runtime.choosing.constraint import Constraint, Vocabulary
+from quantmoe.runtime.choosing.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.runtime.choosing.required_calls import _around, required_calls
 
 pytestmark = pytest.mark.real
 

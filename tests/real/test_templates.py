@@ -15,8 +15,8 @@ from tiny import make_tokenizer
 from vocabularies import PACKAGES, package
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.reading.sampling import read_object
-from quantmoe.exporter.reading.template import Template, folder_turns
+from quantmoe.exporter.folder.chat_template import Template, folder_turns
+from quantmoe.exporter.folder.json_files import read_object
 
 pytestmark = pytest.mark.real
 

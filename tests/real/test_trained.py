@@ -54,7 +54,9 @@ def windows(checkpoint: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, windows: list[list[int]]) -> list[np.ndarray]:
     """Logits of transformers in float32."""
-    return [logits for logits, _ in Streamed(open_format(checkpoint, "none", None, "float")).outputs(windows)]
+    return [
+        logits for logits, _ in Streamed(open_format(checkpoint, "none", None, activations="float")).outputs(windows)
+    ]
 
 
 def lost(model: Path, windows: list[list[int]], expected: list[np.ndarray]) -> Any:

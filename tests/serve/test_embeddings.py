@@ -128,7 +128,7 @@ def test_a_full_queue(served: tuple[Embeddings, int]) -> None:
 
 def test_what_is_wrong_is_refused(client: openai.OpenAI) -> None:
     for sent, words, code in (
-        ("w5 " * 60, "62 tokens do not fit into the model's context of 40 tokens", "context_length_exceeded"),
+        ("w5 " * 60, "a text has 62 tokens, expected at most 40: shorten the text", "context_length_exceeded"),
         ([5, 400], "token id 400 is outside the vocabulary, 0 to 127", None),
         ([], "input", None),
     ):

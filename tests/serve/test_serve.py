@@ -29,12 +29,14 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from once import made_once
+from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from support.chosen_there import choosing_there
 
 from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
+from quantmoe.runtime.choosing.constraint import RuleError
 from quantmoe.serving.app import BODY, Server, application
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.protocol import Message
@@ -44,6 +46,7 @@ from quantmoe.serving.served_model import ServedModel
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
 PROMPTS = ["The sea was", "Then said the captain", "In the beginning", "And the king", "The old house", "Let us go up",
            "He that hath", "Behold, the day"]  # fmt: skip
+MESSAGES: Any = [{"role": "user", "content": "a"}]
 CAPACITY, QUEUE = 512, 16
 #: as Hermes' and Qwen's: calls are JSON in tags, and a prompt may open reasoning
 TEMPLATE = """
@@ -85,7 +88,7 @@ def running(
 ) -> Iterator[tuple[Server, int]]:
     """A server in this process, and its port."""
     with opened(folder) as model, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = Server(model, rows, capacity, queue, prefix_cache, size)
+        server = Server(model, rows, capacity, queue=queue, prefix_bytes=prefix_cache, cache_bytes=size)
         web = uvicorn.Server(uvicorn.Config(application(server, key), log_level="warning", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=asyncio.run, args=[web.serve([listening])])
         thread.start()
@@ -316,10 +319,24 @@ def test_tools_and_reasoning(served: tuple[Server, int], client: openai.OpenAI) 
         (called,) = ask(tool_choice=choice, seed=1).choices[0].message.tool_calls
         assert called.function.name == "weather"
         assert "city" in json.loads(called.function.arguments)
-    for wrong in ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, {"tool_choice": "any"}):
-        with pytest.raises(openai.BadRequestError) as error:
-            ask(**wrong)
-        assert error.value.param in ("tool_choice", "messages")
+
+
+def test_what_openais_client_sends_by_itself(client: openai.OpenAI) -> None:
+    """A tool of a class is strict; an answer that is sent back has fields without values."""
+
+    class Weather(BaseModel):
+        city: str
+
+    ask = partial(client.chat.completions.create, model="served", max_tokens=5, temperature=0, service_tier="auto",
+                  prompt_cache_key="a", safety_identifier="b", modalities=["text"])  # fmt: skip
+    strict: Any = openai.pydantic_function_tool(Weather)
+    assert strict["function"]["strict"] is True
+    messages: Any = [{"role": "user", "content": PROMPTS[0]}]
+    answer = ask(messages=messages, tools=[strict])
+    again: Any = [*messages, answer.choices[0].message.model_dump(), *messages]
+    found = ask(messages=again, tools=[strict])
+    del strict["function"]["strict"]
+    assert ask(messages=again, tools=[strict]).choices[0].message == found.choices[0].message
 
 
 def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
@@ -339,10 +356,39 @@ def test_answers_follow_a_rule(client: openai.OpenAI) -> None:
     for fields, words in (
         ({"regex": "("}, "the regular expression is refused"),
         ({"regex": "a", "grammar": 'start: "b"'}, "follows regex and grammar, expected one of them"),
+        ({"grammar": "start: start"}, r"an answer cannot follow its rule: \w+; give a simpler rule"),
     ):
         with pytest.raises(openai.BadRequestError, match=words) as error:
             complete(client, PROMPTS[0], extra_body=fields)
-        assert error.value.param == "regex"
+        assert error.value.param == next(iter(fields))
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="the JSON schema is refused") as error:
+        client.chat.completions.create(model="served", messages=messages, response_format=wrong)
+    assert error.value.param == "response_format"
+
+
+def test_a_rule_that_fails_later_is_the_requests(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuleError("too complex")
+
+    monkeypatch.setattr("quantmoe.runtime.choosing.constraint.Constraint.add", fail)
+    with pytest.raises(openai.BadRequestError, match="too complex"):
+        complete(client, PROMPTS[0], 3, extra_body={"regex": "a+"})
+
+
+def test_a_variable_of_the_template_may_have_any_name(client: openai.OpenAI) -> None:
+    names = {"self": 1, "1 x": 2, "range": 3, "enable_thinking": False}
+    found = client.chat.completions.create(
+        model="served", messages=MESSAGES, max_tokens=2, extra_body={"chat_template_kwargs": names}
+    )
+    assert found.usage.completion_tokens == 2
+
+
+def test_an_error_of_the_server_is_openais_too(served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served[0], "complete", None)
+    status, _, answer = send(served[1], "/v1/completions", json.dumps({"prompt": "a"}))
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert answer["error"]["message"] == "an error of the server, TypeError; its log says more"
 
 
 def test_models_health_and_metrics(served: tuple[Server, int], client: openai.OpenAI) -> None:
@@ -472,7 +518,7 @@ def test_a_request_hears_of_a_token_while_the_next_one_is_computed(folder: Path)
             if event.reason is not None:
                 ended.set()
 
-        server.scheduler.submit([Request([5, 6, 7], 4, tell, after=True, ends=False)])
+        server.scheduler.submit([Request(ids=[5, 6, 7], max_new_tokens=4, tell=tell, after=True, ends=False)])
         assert ended.wait(30)
         assert heard == [1, 2, 3, 3]
 
@@ -569,23 +615,20 @@ def test_a_client_that_leaves_frees_its_row(served: tuple[Server, int], stream: 
 
 
 BAD = {
-    "not JSON": ("{", 400, "JSON decode error"),
-    "empty": ("", 400, "the body: Field required"),
-    "no object": ("[1, 2]", 400, "the body: Input should be"),
-    "bytes": (b"\xff\x00\x80", 400, "error parsing the body"),
-    "nested": ("[" * 100_000, 400, "error parsing the body"),
-    "nested objects": ('{"prompt": ' * 100_000, 400, "error parsing the body"),
-    "a large number": (json.dumps({"prompt": "a", "seed": 2**64}), 400, "seed: Input should be less than"),
-    "many digits": ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", 400, "error parsing the body"),
-    "infinity": ('{"prompt": "a", "temperature": Infinity}', 400, "temperature: Input should be a finite number"),
-    "a surrogate": ('{"prompt": "\\ud800"}', 400, "prompt"),
-    "a text as number": (json.dumps({"prompt": "a", "n": "2"}), 400, "n: Input should be a valid integer"),
-    "unknown": (json.dumps({"prompt": "a", "sufix": "b"}), 400, "sufix: Extra inputs are not permitted"),
-    "not supported": (json.dumps({"prompt": "a", "suffix": "b"}), 400, "suffix: Input should be None"),
-    "no tokens": (json.dumps({"prompt": []}), 400, "prompt"),
+    "not JSON": ("{", 400, "the body is no JSON, from character 1 on"),
+    "empty": ("", 400, "the body is missing; add it"),
+    "no object": ("[1, 2]", 400, "the body is a list of 2, expected an object"),
+    "bytes": (b"\xff\x00\x80", 400, "the body cannot be read, expected a JSON object in UTF-8"),
+    "nested": ("[" * 100_000, 400, "the body cannot be read"),
+    "nested objects": ('{"prompt": ' * 100_000, 400, "the body cannot be read"),
+    "many digits": ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", 400, "the body cannot be read"),
     "a wrong token": (json.dumps({"prompt": [5, 10**6]}), 400, "token id 1000000 is outside the vocabulary"),
     "a wrong bias": (json.dumps({"prompt": "a", "logit_bias": {"999999": 1}}), 400, "logit_bias has token id 999999"),
-    "a long prompt": (json.dumps({"prompt": "the " * 600}), 400, "expected at most 511"),
+    "a long prompt": (
+        json.dumps({"prompt": "the " * 600}),
+        400,
+        "expected at most 511: shorten the prompt, or start the server",
+    ),
     "a large body": (json.dumps({"prompt": "the " * (BODY // 4)}), 413, f"more than {BODY} bytes"),
 }
 
@@ -597,6 +640,160 @@ def test_what_is_wrong_is_refused(served: tuple[Server, int], kind: str) -> None
     assert found == status, answer
     assert words in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+#: fields of a request to /v1/completions, or with messages to /v1/chat/completions; the field at fault, and the words
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "is missing; add it"),
+    ({"prompt": 5}, "prompt", "is 5, expected text or a list"),
+    ({"prompt": ""}, "prompt", 'is "", expected text that is not empty or a list'),
+    ({"prompt": []}, "prompt", "is an empty list, expected text or a list that is not empty"),
+    ({"prompt": ["a", 5]}, "prompt[1]", "is 5, expected text"),
+    ({"prompt": [5, "a"]}, "prompt[1]", 'is "a", expected a whole number'),
+    ({"prompt": [5, 2**40]}, "prompt[1]", "is 1099511627776, expected less than 2147483648"),
+    ({"prompt": [[5], [-1]]}, "prompt[1][0]", "is -1, expected at least 0"),
+    ({"prompt": "\ud800"}, "prompt", 'is "\\ud800", expected text without half of a surrogate pair or a list'),
+    ({"prompt": "a", "n": "2"}, "n", 'is "2", expected a whole number'),
+    ({"prompt": "a", "n": 129}, "n", "is 129, expected at most 128"),
+    ({"prompt": "a", "seed": 2**64}, "seed", "is 18446744073709551616, expected less than 9223372036854775808"),
+    ({"prompt": "a", "temperature": float("inf")}, "temperature", "is Infinity, expected a finite number"),
+    ({"prompt": "a", "temperature": "hot" * 20}, "temperature", f'is "{("hot" * 20)[:40]}", expected a number'),
+    ({"prompt": "a", "top_p": 0}, "top_p", "is 0, expected more than 0"),
+    ({"prompt": "a", "stop": ["a"] * 5}, "stop", "is a list of 5, expected text or at most 4 entries"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", 'is "x", expected token ids as keys'),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5", "is 101, expected at most 100"),
+    ({"prompt": "a", "stream": 1}, "stream", "is 1, expected true or false"),
+    ({"prompt": "a", "metadata": [1]}, "metadata", "is a list of 1, expected an object"),
+    ({"prompt": "a", "sufix": "b"}, "sufix", "is no known field; leave it out"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", 'is "b", expected nothing: it is not supported'),
+    ({"prompt": "a", "echo": True}, "echo", "is true, expected false"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options",
+     "is given without stream; send stream: true, or leave it out"),
+    ({"messages": MESSAGES, "stream_options": {"include_usage": True}, "stream": False}, "stream_options",
+     "is given without stream; send stream: true, or leave it out"),
+    ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs",
+     "is given without logprobs; send logprobs: true, or leave it out"),
+    ({"messages": MESSAGES, "top_logprobs": 21, "logprobs": True}, "top_logprobs", "is 21, expected at most 20"),
+    ({"messages": {}}, "messages", "is an object, expected a list"),
+    ({"messages": ["hi"]}, "messages[0]", 'is "hi", expected an object'),
+    ({"messages": [*MESSAGES, {"role": "boss", "content": "a"}]}, "messages[1].role",
+     'is "boss", expected "system", "developer", "user", "assistant" or "tool"'),
+    ({"messages": [{"role": "user"}]}, "messages[0]",
+     "has no content, expected text; only a message with tool_calls needs none"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+     "messages[0].content[0].type", 'is "image_url", expected "text"'),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", "is missing; add it"),
+    ({"messages": MESSAGES, "tool_choice": "any"}, "tool_choice",
+     'is "any", expected "auto", "none" or "required" or an object'),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice",
+     'is "required" without tools; send tools, or leave it out'),
+    ({"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}},
+     "tool_choice", 'is the tool "clock", expected one of ["weather"]'),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs",
+     "has tools, which messages and tools give; leave it out"),
+    ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities[0]", 'is "audio", expected "text"'),
+    ({"messages": MESSAGES, "response_format": "json"}, "response_format", 'is "json", expected an object'),
+    ({"messages": MESSAGES, "response_format": {}}, "response_format.type", "is missing; add it"),
+    ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type",
+     'is "xml", expected one of "text", "json_object", "json_schema"'),
+    ({"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {}}},
+     "response_format.json_schema.schema", "is missing; add it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_a_wrong_field_is_named(served: tuple[Server, int], fields: dict[str, Any], param: str, words: str) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    status, _, answer = send(served[1], path, json.dumps(fields))
+    assert status == 400
+    assert answer["error"] == {
+        "message": f"{param} {words}", "type": "invalid_request_error", "param": param, "code": None,
+    }  # fmt: skip
+
+
+def test_a_body_of_no_json_names_the_header(served: tuple[Server, int]) -> None:
+    found = send(
+        served[1], "/v1/completions", '{"prompt": "a"}', **{"content-type": "application/x-www-form-urlencoded"}
+    )
+    assert found[0] == 400
+    assert "expected the header content-type: application/json" in found[2]["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_prompt_that_is_much_too_long_is_not_tokenized(
+    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(served[0].text, "ids", None)
+    monkeypatch.setattr(served[0].text, "encode", None)
+    words = "the sea was " * 250_000
+    fields = {"prompt": words} if path == "/v1/completions" else {"messages": [{"role": "user", "content": words}]}
+    status, _, answer = send(served[1], path, json.dumps(fields))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert re.fullmatch(
+        r"the prompt has at least \d{6} tokens, expected at most 511: shorten the prompt, or start the server with a "
+        "larger --max-length",
+        answer["error"]["message"],
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_others_are_answered_while_a_prompt_is_tokenized(
+    served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    ids, began, go_on = served[0].text.ids, threading.Event(), threading.Event()
+
+    def slow(text: str, begins: bool = False) -> list[int]:
+        began.set()
+        assert go_on.wait(60)
+        return ids(text, begins)
+
+    monkeypatch.setattr(served[0].text, "ids", slow)
+    fields = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, served[1], path, json.dumps(fields | {"max_tokens": 1}))
+        assert began.wait(60)
+        try:
+            assert send(served[1], "/v1/completions", json.dumps({"prompt": [5], "max_tokens": 1}))[0] == 200
+        finally:
+            go_on.set()
+        assert answer.result()[0] == 200
+
+
+def test_a_prompt_longer_than_the_model_has_no_other_way_out(folder: Path) -> None:
+    with ServedModel(folder) as model:
+        context = model.context
+    with running(folder, rows=1, capacity=context) as (_, port):
+        status, _, answer = send(port, "/v1/completions", json.dumps({"prompt": [5] * context}))
+    words = f"the prompt has {context} tokens, expected at most {context - 1}: shorten the prompt"
+    assert (status, answer["error"]["message"]) == (400, words)
+
+
+def test_errors_do_not_name_the_servers_path(served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    template = served[0].text.template
+    assert template is not None
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise ModelError(f"{template.path}: roles must alternate")
+
+    monkeypatch.setattr(template, "render", refuse)
+    _, _, answer = send(served[1], "/v1/chat/completions", json.dumps({"messages": MESSAGES}))
+    assert answer["error"]["message"] == f"{template.path.name}: roles must alternate"
+
+
+def test_a_hidden_token_sends_nothing(served: tuple[Server, int], client: openai.OpenAI) -> None:
+    """As marks of reasoning: each chunk but the first has something."""
+    ask = partial(client.chat.completions.create, model="served", messages=MESSAGES, max_tokens=200, stream=True)
+    with saying(served[0], "I look.</think>See."):
+        chunks = [chunk.choices[0] for chunk in ask(extra_body={"chat_template_kwargs": {"enable_thinking": True}})]
+    first, *rest = chunks
+    assert first.delta.role == "assistant"
+    for chunk in rest:
+        said = chunk.delta.model_dump(exclude_unset=True)
+        assert any(said.values()) or chunk.finish_reason == "stop"
+        assert "" not in said.values()
+    with saying(served[0], "I look.</think>See."):
+        chosen = [chunk.choices[0] for chunk in ask(logprobs=True)]
+    assert len(chosen) > len(chunks)  # each token has its probability
 
 
 def test_errors_name_the_field(client: openai.OpenAI) -> None:

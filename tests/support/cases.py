@@ -71,14 +71,18 @@ class Case:
         if kind in ("bf16", "f16"):
             values = rng.normal(0, k**-0.5, (n, k)).astype(SCALE_DTYPES[kind])
             scales = np.ones((n, 1), np.float32)
-            return QuantizedMatrix(kind, values.view(np.uint16), scales, -1, **self.extras(rng, n, k, perm))
+            return QuantizedMatrix(
+                kind=kind, codes=values.view(np.uint16), scales=scales, group_size=-1, **self.extras(rng, n, k, perm)
+            )
         top = 2 ** SCHEMES[kind].bits
         codes = rng.integers(0, top, (n, k), dtype=np.uint8)
         if kind == "fp8_e4m3":
             codes[codes & 0x7F == 0x7F] -= 1  # NaN
         if SCALE_DTYPES[scale_type].names:
             scales = two_levels(rng, kind, scale_type, n, groups)
-            return QuantizedMatrix(kind, codes, scales, self.group_size, **self.extras(rng, n, k, perm))
+            return QuantizedMatrix(
+                kind=kind, codes=codes, scales=scales, group_size=self.group_size, **self.extras(rng, n, k, perm)
+            )
         spread = np.nanstd(SCHEMES[kind].table) * np.sqrt(k)  # products keep unit variance
         global_scale = float(np.float32(rng.uniform(0.5, 1.5) / spread)) if kind == "nvfp4" else None
         scales = rng.uniform(0.5, 1.5, shape) / (1 if global_scale else spread)

@@ -20,8 +20,8 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.choosing.choose import activation_format, choose_layer, layer_candidate
-from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import MoELayer
+from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.targets import of_layout
 
 __all__ = ["TINY", "check_headers", "check_layer", "make_checkpoint", "make_float_checkpoint", "make_gptq_checkpoint",

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from quantmoe import Generator
-from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.folder.sampling_options import Sampling
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep
-from quantmoe.runtime.constraint import Constraint
-from quantmoe.runtime.sampling import Choose, Sampler
+from quantmoe.runtime.choosing.constraint import Constraint
+from quantmoe.runtime.choosing.sampling import Choose, Sampler
 
 
 class Choice:
@@ -90,6 +90,6 @@ def choosing_there(generator: Any) -> Generator:
     run, generator.made = generator.session.run_with_iobinding, []
     generator.session.run_with_iobinding = lambda binding, options: run(binding)
     generator.cuda_graph, generator.run_options = True, lambda graph, ahead=False: graph
-    generator.choice = lambda *given: generator.made.append(Choice(*given)) or generator.made[-1]
+    generator.choice = lambda *given, **named: generator.made.append(Choice(*given, **named)) or generator.made[-1]
     found: Generator = generator
     return found

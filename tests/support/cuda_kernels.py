@@ -248,7 +248,7 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
 def _fill(problem: Problem | LinearProblem | AttentionProblem, device: Device, found: _OwnPlan) -> None:
     given, experts = problem.inputs(), problem.experts()
     call = NodeCall(given, experts=None if experts is None else ctypes.addressof(experts))
-    plan_call(library(), problem.spec.OP, problem.own, call, device, found)
+    plan_call(library(), problem.spec.OP, problem.own, call=call, device=device, found=found)
 
 
 #: QM_CUDA_PEERS
@@ -591,7 +591,7 @@ def run_node(
     if in_place:
         past = op.outputs[-1][0].replace("present", "past")
         outputs[-1] = inputs[[name for name, _ in op.inputs].index(past)]
-    plan = plan_shapes(spec, _dtype(x), [t.shape for t in inputs], device or query(x.device.index or 0))
+    plan = plan_shapes(spec, _dtype(x), [t.shape for t in inputs], device=device or query(x.device.index or 0))
     workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
     launch_node(spec, plan, inputs, outputs, workspace)
     return tuple(outputs)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantmoe.exporter.commands.terminal_conversation import DIM, PLAIN, shown
-from quantmoe.exporter.reading.reply_formats import FORMATS, reply_format
-from quantmoe.exporter.reading.template import Template, folder_turns
-from quantmoe.runtime.reply_parser import Reply, ReplyParser, parse_reply
+from quantmoe.exporter.folder.chat_template import Template, folder_turns
+from quantmoe.exporter.folder.reply_formats import FORMATS, reply_format
+from quantmoe.runtime.choosing.reply_parser import Reply, ReplyParser, parse_reply
 
 TOOLS = [
     {

@@ -58,7 +58,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     qkv, given["selecting"] = _inputs(self, given, tables)
     selection = self.rows.select(self, given) if self.found.indexer is not None else ()
     norms = [torch.ones(self.head_dim), _to_front(self.kv_norm.weight.float(), tables)]
-    output = self.rows.attend(self, qkv, cache, tables, norms, self.sinks.float(), selection=selection)
+    output = self.rows.attend(
+        self, qkv, cache, tables=tables, norms=norms, sinks=self.sinks.float(), selection=selection
+    )
     grouped = self.o_a_proj(_output(self, output, tables).unflatten(-1, (self.config.o_groups, -1)))
     return self.o_b_proj(grouped.flatten(2)), None
 
@@ -202,7 +204,9 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
     if not near_all([found], [want.numpy()], TOLERANCE[1.0]):
         raise Unlike("it computes something else than CachedAttention with compressed keys")
     spec = _spec(module, called.window, 2 * pairs)
-    return RecognisedAttention(spec, called.table, "sinks", 2, KIND, pooling=_pooling(module))
+    return RecognisedAttention(
+        spec=spec, table=called.table, sinks="sinks", outputs=2, kind=KIND, pooling=_pooling(module)
+    )
 
 
 def _probe(module: Any, draw: Draw) -> Any:

@@ -141,7 +141,7 @@ def _node(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         size = spec.num_heads * spec.head_size
         queries, rest = qkv.split([size, qkv.shape[-1] - size], -1)
         qkv = torch.cat(((queries * factors).to(qkv.dtype), rest), -1)
-    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], norms)
+    output = self.rows.attend(self, qkv, given["cache"], tables=given["position_embeddings"], norms=norms)
     return self.o_proj(output), None
 
 
@@ -161,7 +161,7 @@ def _recognise(module: Any, called: Called) -> RecognisedAttention:
         qk_norm="head" if hasattr(module, "qk_norm") else "none",
         norm_epsilon=float(np.float32(module.qk_norm.eps)) if hasattr(module, "qk_norm") else 0.0,
     )
-    return RecognisedAttention(spec, called.table, "", 2, KIND)
+    return RecognisedAttention(spec=spec, table=called.table, sinks="", outputs=2, kind=KIND)
 
 
 def _attach(module: Any) -> None:

@@ -79,7 +79,7 @@ def to_paged(model: ir.Model, context: int, every: bool) -> list[Table]:
     tables: dict[tuple[ir.Value | None, ...], list[Table]] = {}
     rows = _rows(graph, inputs)
     for node in [node for node in graph if node.op_type == "CachedAttention"]:
-        _replace(graph, node, inputs, rows, tables, context)
+        _replace(graph, node, inputs, rows=rows, tables=tables, context=context)
     RemoveUnusedNodesPass()(model)
     for name in _GONE:
         if users := [use.node for use in given[name].uses()]:
@@ -113,6 +113,7 @@ def _replace(
     graph: ir.Graph,
     node: ir.Node,
     inputs: dict[str, ir.Value],
+    *,
     rows: ir.Value,
     tables: dict[tuple[ir.Value | None, ...], list[Table]],
     context: int,

@@ -108,6 +108,7 @@ class _Nodes(tape.Tape):
         q: ir.Value,
         k: ir.Value,
         v: ir.Value,
+        *,
         state: ir.Value,
         decay: ir.Value,
         beta: ir.Value | None,
@@ -238,7 +239,7 @@ def _delta(ops: _Nodes, spec: DeltaSpec, inputs: list[Any]) -> list[ir.Value]:
         decay = ops.flat(decay, decays)
     beta = ops("Mul", ops("Sigmoid", ops.part(b, spec.b_offset, heads)), ops("Mul", counts, spec.beta_scale))
     decay = ops("Mul", decay, counts)
-    y, present = ops.attention(q, k, v, ops.live(past, 4), decay, beta, heads, spec.scale)
+    y, present = ops.attention(q, k, v, state=ops.live(past, 4), decay=decay, beta=beta, heads=heads, scale=spec.scale)
     y = ops("Mul", ops.norm(ops.heads(y, heads, value), spec.norm_epsilon), norm)
     z = ops.part(z, spec.z_offset, values)
     gate = ops.silu(z) if spec.gate == "silu" else ops("Sigmoid", z)
@@ -256,7 +257,7 @@ def _space(ops: _Nodes, spec: SpaceSpec, inputs: list[Any]) -> list[ir.Value]:
     time = ops("Mul", ops("Softplus", ops("Add", ops.part(dt, spec.dt_offset, heads), dt_bias)), counts)
     decay = ops("Neg", ops("Mul", time, ops("Exp", a_log)))
     new = ops.flat(ops("Mul", x, ops("Unsqueeze", time, [3])), values)
-    y, present = ops.attention(c, b, new, ops.live(past, 4), decay, None, heads, 1.0)
+    y, present = ops.attention(c, b, new, state=ops.live(past, 4), decay=decay, beta=None, heads=heads, scale=1.0)
     y = ops("Add", ops.heads(y, heads, size), ops("Mul", x, ops("Unsqueeze", d, [1])))
     gated = ops("Mul", ops.flat(y, values), ops.silu(ops.part(z, spec.z_offset, values)))
     normed = ops.norm(ops.heads(gated, values // spec.norm_size, spec.norm_size), spec.norm_epsilon)

@@ -65,7 +65,7 @@ class Kind:
     attach: Callable[[Any], None]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecognisedAttention:
     """The computation of a module.
 
@@ -146,6 +146,7 @@ def recognise(
     model: torch.nn.Module,
     decoder: torch.nn.Module,
     refusal: Callable[[Any], str],
+    *,
     kinds: Sequence[Kind],
     indexer: Callable[[Any, Called], IndexerSpec],
     without: Container[str] = (),
@@ -443,7 +444,7 @@ def agreeing(
     return left[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
     """A run of a probe.
 
@@ -499,7 +500,9 @@ class Seen:
         self.scale, self.heads, self.groups, self.sizes = 0.0, 0, 0, (0, 0)
         self.s_aux: torch.Tensor | None = None
 
-    def __call__(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any) -> Any:
+    def __call__(  # noqa: PLR0917  transformers gives them so
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any
+    ) -> Any:
         self.scale, self.s_aux = float(scaling), others.get("s_aux")
         self.heads, self.groups, self.sizes = query.shape[1], key.shape[1], (query.shape[3], value.shape[3])
         return grouped_attention(module, query, key, value, mask, scaling, **others)
@@ -541,7 +544,18 @@ def _try(probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw) ->
         probe._modules["indexer"] = Selection(chosen)
     cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
     output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "cache": cache})
-    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen, selected)
+    return Trial(
+        probe=probe,
+        qkv=torch.cat(qkv, -1),
+        tables=tables,
+        past=cache.past,
+        spread=spread,
+        output=output,
+        present=cache.present,
+        returned=count,
+        seen=seen,
+        selected=selected,
+    )
 
 
 def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -582,7 +596,9 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
             norm_epsilon=float(np.float32(epsilon)),
             gated=int(gated),
         )
-        yield RecognisedAttention(spec, called.table, sinks, trial.returned, GROUPED, scale)
+        yield RecognisedAttention(
+            spec=spec, table=called.table, sinks=sinks, outputs=trial.returned, kind=GROUPED, value_scale=scale
+        )
 
 
 def _value_scale(probe: Any, trial: Trial) -> float:
@@ -629,7 +645,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None
     tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
     selection = self.rows.select(self, given) if self.found.indexer is not None else ()
-    output = self.rows.attend(self, qkv, cache, tables, norms, sinks, selection=selection)
+    output = self.rows.attend(self, qkv, cache, tables=tables, norms=norms, sinks=sinks, selection=selection)
     if self.found.value_scale != 1:
         output = output * self.found.value_scale
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))

@@ -53,6 +53,7 @@ class Rows:
         module: Any,
         qkv: torch.Tensor,
         cache: Any,
+        *,
         tables: Sequence[torch.Tensor],
         norms: Sequence[torch.Tensor] = (),
         sinks: torch.Tensor | None = None,

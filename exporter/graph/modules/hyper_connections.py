@@ -88,7 +88,7 @@ def onnx_balance(mix: Any, rounds: int, eps: float) -> Any:
     """Return the entry of the exporter's translation table for ``balance``."""
     from onnxscript.onnx_opset import opset18 as op
 
-    always = op.Constant(value=ir.tensor(np.array(True)))
+    always = op.Constant(value=ir.tensor(np.ones((), bool)))
     return _loop()(op.Constant(value_int=rounds), always, mix, body=_body(eps))
 
 

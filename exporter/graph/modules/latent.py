@@ -238,7 +238,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         selection = [given["prev_topk_indices"]] if self.found.selects else []
     sinks = getattr(self, self.found.sinks).float() if self.found.sinks else None
     tables = given.get("position_embeddings") or [qkv[..., :0]] * 2
-    output = self.rows.attend(self, qkv, given["cache"], tables, sinks=sinks, ups=ups, selection=selection)
+    output = self.rows.attend(self, qkv, given["cache"], tables=tables, sinks=sinks, ups=ups, selection=selection)
     if not inside or gates is not None:
         output = output.unflatten(-1, (heads, -1))
         output = output if inside else self.absorbed.outputs(output)
@@ -273,7 +273,7 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
     if _selects(module):
         vars(probe).pop("forward", None)  # of standard nodes
     found, _ = agreeing(
-        lambda sizes, spread: _Trial(module, probe, called, sizes, spread, draw),
+        lambda sizes, spread: _Trial(module, probe, called, sizes=sizes, spread=spread, draw=draw),
         lambda trial: trial.candidates(called),
         lambda trial, pair: trial.gives(*pair),
         "CachedAttention of a latent",
@@ -284,7 +284,7 @@ def _compare(module: Any, called: Called) -> RecognisedAttention:
 class _Trial:
     """A run of a probe."""
 
-    def __init__(self, module: Any, probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw):
+    def __init__(self, module: Any, probe: Any, called: Called, *, sizes: Sizes, spread: float, draw: Draw):
         batch, new, past = sizes
         self.nope, self.rope, self.rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
         self.value, self.spread, self.probe = module.v_head_dim, spread, probe
@@ -348,7 +348,12 @@ class _Trial:
                 norm_epsilon=0.0,
                 key_split=size // 2,
             )
-            found.append((RecognisedAttention(spec, called.table, sinks, self.returned, KIND), kept))
+            found.append(
+                (
+                    RecognisedAttention(spec=spec, table=called.table, sinks=sinks, outputs=self.returned, kind=KIND),
+                    kept,
+                )
+            )
         return found
 
     def gives(self, found: RecognisedAttention, kept: str) -> bool:

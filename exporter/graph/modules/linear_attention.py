@@ -47,7 +47,7 @@ from quantmoe.exporter.reading.slices import Slice
 _TOLERANCE = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StateFamily:
     """Names of the submodules and parameters that nodes take.
 
@@ -100,15 +100,19 @@ def _chained(*projections: str) -> tuple[tuple[str, ...], ...]:
 
 
 #: each key head's q, k, v and z beside each other, and its b and a
-QWEN3_NEXT = StateFamily(_chained("in_proj_qkvz", "in_proj_ba"), _interleaved)
+QWEN3_NEXT = StateFamily(projections=_chained("in_proj_qkvz", "in_proj_ba"), apart=_interleaved)
 #: the same apart, heads in order
 QWEN3_5 = StateFamily(
-    _chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given, mixed="in_proj_qkv"
+    projections=_chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    apart=lambda _, *given: given,
+    mixed="in_proj_qkv",
 )
 #: Kimi delta attention: a decay of each key feature; gates of low rank
 KIMI = StateFamily(
-    _chained("q_proj", "k_proj", "v_proj", "g_a_proj g_b_proj", "b_proj", "forget_gate.f_a_proj forget_gate.f_b_proj"),
-    lambda _, q, k, v, *given: (torch.cat((q, k, v), -1), *given),
+    projections=_chained(
+        "q_proj", "k_proj", "v_proj", "g_a_proj g_b_proj", "b_proj", "forget_gate.f_a_proj forget_gate.f_b_proj"
+    ),
+    apart=lambda _, q, k, v, *given: (torch.cat((q, k, v), -1), *given),
     out="o_proj",
     norm="o_norm",
     decay="forget_gate",
@@ -120,7 +124,9 @@ LING = dataclasses.replace(
     KIMI, projections=_chained("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj")
 )
 #: a convolution between two gates and nothing else: the gates and what they multiply beside each other
-LFM2 = StateFamily(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=(), mixed="in_proj")
+LFM2 = StateFamily(
+    projections=_chained("in_proj"), apart=lambda _, given: given.chunk(3, -1), conv="conv", sizes=(), mixed="in_proj"
+)
 FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LING, LFM2)
 #: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
 WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
@@ -182,7 +188,7 @@ def narrow(model: torch.nn.Module, part: Slice, where: str) -> None:
         module.conv = torch.nn.Conv1d(*sizes, conv.kernel_size, **kernel, bias=conv.bias is not None, **kind)
         module.in_proj = torch.nn.Linear(given.in_features, 3 * channels, given.bias is not None, **kind)
         module.out_proj = torch.nn.Linear(channels, out.out_features, out.bias is not None, **kind)
-        module.requires_grad_(False)
+        module.requires_grad_(requires_grad=False)
 
 
 def windowed(found: RecognisedState, window: int) -> RecognisedState:
@@ -274,7 +280,7 @@ def _compare(module: Any, family: StateFamily) -> RecognisedState:
             raise Unlike("its convolution is not of queries, keys and values, each channel alone")
         probe = _probe(module, family, draw)
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
-            trial = _try(probe, delta, family, (batch, new), past, draw)
+            trial = _try(probe, delta, family, sizes=(batch, new), past=past, draw=draw)
             candidates = [specs for specs in candidates if _gives(specs, *trial)]
     except FAILURES as error:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
@@ -341,7 +347,7 @@ def _rows(x: np.ndarray, past: bool) -> np.ndarray:
 
 
 def _try(
-    probe: Any, spec: DeltaSpec, family: StateFamily, sizes: tuple[int, int], past: bool, draw: Draw
+    probe: Any, spec: DeltaSpec, family: StateFamily, *, sizes: tuple[int, int], past: bool, draw: Draw
 ) -> tuple[list[np.ndarray], list[np.ndarray], bool]:
     """Run a probe of a module.
 

@@ -20,7 +20,7 @@ import torch
 from quantmoe.custom_ops.op import RouterSpec, RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
 from quantmoe.exporter.graph.modules.attention import drawing
-from quantmoe.exporter.reading.formats.base import CORRECTION_BIAS
+from quantmoe.exporter.reading.weights.base import CORRECTION_BIAS
 from quantmoe.exporter.targets import CPU, Target
 
 _TOKENS, _TOLERANCE = 64, 1e-6

@@ -65,15 +65,24 @@ def _recognise(module: Any, mixture: str, experts: str, spec: MoESpec) -> Shared
         or not is_product(children[router])
     ):
         return None
-    returns = _adds(module, experts, router, expert, gate, spec.hidden_size)
+    returns = _adds(module, experts, router, expert=expert, gate=gate, hidden=spec.hidden_size)
     if returns is None:
         return None
+    flat, logits = returns
 
     def path(leaf: str) -> str:
         return f"{mixture}.{leaf}" if leaf else ""
 
     linears = tuple(path(f"{expert}.{leaf}") for leaf in projections)
-    return Shared(mixture, path(router), linears, path(gate), width // spec.intermediate_size, *returns)
+    return Shared(
+        mixture=mixture,
+        router=path(router),
+        projections=linears,
+        gate=path(gate),
+        count=width // spec.intermediate_size,
+        flat=flat,
+        logits=logits,
+    )
 
 
 def _projections(module: Any, spec: MoESpec) -> tuple[str, ...] | None:
@@ -110,7 +119,7 @@ def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec:
     return torch.equal(found, output) and np.allclose(x.numpy(), want, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
-def _adds(module: Any, experts: str, router: str, expert: str, gate: str, hidden: int) -> tuple[bool, bool] | None:
+def _adds(module: Any, experts: str, router: str, *, expert: str, gate: str, hidden: int) -> tuple[bool, bool] | None:
     """Return how a mixture returns its output (``flat``, ``logits``), None if it computes something else.
 
     The output must be the routed experts' output plus the shared expert's, times the gate's sigmoid.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -18,6 +18,24 @@ class RepeatError(Exception):
     """The graph is not a chain of equal layers; trace all of them."""
 
 
+def _levels(graph: ir.Graph, given: Mapping[ir.Value, int]) -> dict[ir.Value, int]:
+    """Return the group of layers that makes each value, -1 for none.
+
+    Args:
+        given: the groups of parameters and of the graph's inputs.
+    """
+    level = dict(given)
+    for node in graph:
+        at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
+        if node.op_type in ("Shape", "TokenRows") and node.inputs[0] in graph.inputs:
+            at = -1  # all layers' caches have one shape
+        level |= dict.fromkeys(node.outputs, at)
+    level |= dict.fromkeys((value for node in _shared_sizes(graph, level) for value in node.outputs), -1)
+    _give_to_readers(graph, level)
+    return level
+
+
+# over 60 lines: a third say what it requires and ensures
 def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]], before: bool = False) -> None:
     """Insert the layers missing between ``groups`` of layers, as copies of the traced group before, and number all.
 
@@ -49,15 +67,8 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]],
     def group_at(value: ir.Value) -> int:
         return group_of[at] if (at := position(value)) >= 0 else -1
 
-    level = {value: group_at(value) for value in [*parameters, *graph.inputs]}
+    level = _levels(graph, {value: group_at(value) for value in [*parameters, *graph.inputs]})
     block: dict[int, list[ir.Node]] = {}
-    for node in graph:
-        at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
-        if node.op_type in ("Shape", "TokenRows") and node.inputs[0] in graph.inputs:
-            at = -1  # all layers' caches have one shape
-        level |= dict.fromkeys(node.outputs, at)
-    level |= dict.fromkeys((value for node in _shared_sizes(graph, level) for value in node.outputs), -1)
-    _give_to_readers(graph, level)
     for node in graph:
         block.setdefault(level[node.outputs[0]], []).append(node)
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from quantmoe.exporter.graph.vision import qwen3_5_moe, qwen3_vl_moe
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.base import BESIDE, VISION
+from quantmoe.exporter.reading.weights.base import BESIDE, VISION
 
 #: model_type of config.json -> module
 FAMILIES: dict[str, ModuleType] = {"qwen3_5_moe": qwen3_5_moe, "qwen3_vl_moe": qwen3_vl_moe}

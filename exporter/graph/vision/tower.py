@@ -21,7 +21,7 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.formats import Format
-from quantmoe.exporter.reading.formats.base import BESIDE, VISION
+from quantmoe.exporter.reading.weights.base import BESIDE, VISION
 from quantmoe.exporter.targets import Target
 
 #: sizes of the traced examples, distinct, and neither 0 nor 1, which torch.export would take as fixed
@@ -90,7 +90,7 @@ class Tower(Stored):
         self.features, folder = DTYPES[dtype], format.ckpt.folder
         making = doing(f"{folder}: making the vision tower without weights")
         with init_empty_weights(), quiet(), making, reading(str(folder / "config.json")):
-            self.model = family.tower(config).to(self.dtype).eval().requires_grad_(False)
+            self.model = family.tower(config).to(self.dtype).eval().requires_grad_(requires_grad=False)
         found = {}
         for name in format.parameters():
             for prefix in BESIDE[VISION]:

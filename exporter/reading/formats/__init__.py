@@ -15,23 +15,23 @@ from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.families import has_rows_for_experts
 from quantmoe.exporter.reading.formats.awq import AWQ
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.bitsandbytes import BitsAndBytes
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
-from quantmoe.exporter.reading.formats.experts import named_experts, refuse_dense
 from quantmoe.exporter.reading.formats.fbgemm import FBGEMM
 from quantmoe.exporter.reading.formats.fp8 import FP8
 from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
 from quantmoe.exporter.reading.formats.gptq import GPTQ
 from quantmoe.exporter.reading.formats.hqq import HQQ
-from quantmoe.exporter.reading.formats.layers import moe_layers
 from quantmoe.exporter.reading.formats.mlx import MLX
 from quantmoe.exporter.reading.formats.modelopt import ModelOpt
 from quantmoe.exporter.reading.formats.quark import Quark
 from quantmoe.exporter.reading.formats.torchao import TorchAO
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.reading.gguf import GGUF
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, MoELayer
+from quantmoe.exporter.reading.weights.experts import named_experts, refuse_dense
+from quantmoe.exporter.reading.weights.layers import moe_layers
+from quantmoe.exporter.reading.weights.unquantized import Unquantized
 
 FORMATS: tuple[type[Format], ...] = (
     CompressedTensors,

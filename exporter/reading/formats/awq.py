@@ -13,9 +13,9 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.gptq import AUTOROUND, autoround_packing
-from quantmoe.exporter.reading.formats.overrides import Overrides
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
+from quantmoe.exporter.reading.weights.overrides import Overrides
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -25,9 +25,11 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.affine import carried_group, growth
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import is_outline, outline
+from quantmoe.exporter.reading.weights.affine import carried_group, growth
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.safetensors_file import DTYPES
 
 #: quant_type -> op.def's format
 KINDS = {"nf4": "nf4", "fp4": "bnb_fp4"}
@@ -125,7 +127,7 @@ class BitsAndBytes(Format):
             octets = stored.reshape(-1).view(np.uint8)
             codes = np.stack([octets >> 4, octets & 15], axis=1).reshape(n, k)
             scales = scales[np.arange(0, n * k, width) // block].reshape(n, k // width)
-        return QuantizedMatrix(kind, codes, scales, width, bias=self.bias(module, n))
+        return QuantizedMatrix(kind=kind, codes=codes, scales=scales, group_size=width, bias=self.bias(module, n))
 
     def _scales(self, module: str, state: dict[str, Any]) -> np.ndarray:
         """Return the scales of the blocks, f32."""
@@ -172,4 +174,4 @@ class BitsAndBytes(Format):
         if is_outline(codes):
             codes = outline((n, k), np.uint8)
         scales = (tensors["SCB"] * _OF_127).reshape(n, 1)
-        return QuantizedMatrix("int8", codes, scales, -1, bias=self.bias(module, n))
+        return QuantizedMatrix(kind="int8", codes=codes, scales=scales, group_size=-1, bias=self.bias(module, n))

@@ -25,8 +25,8 @@ import regex
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
-from quantmoe.exporter.reading.formats import rotations
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.weights import rotations
+from quantmoe.exporter.reading.weights.base import (
     FLOATS,
     Format,
     ModuleScheme,
@@ -38,7 +38,7 @@ from quantmoe.exporter.reading.formats.base import (
     integer_kind,
     matches,
 )
-from quantmoe.exporter.reading.formats.bits import in_order, unpack_nibbles, unpack_words
+from quantmoe.exporter.reading.weights.bits import in_order, unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format; integers' are :func:`integer_kind`'s
 WEIGHTS = {
@@ -70,7 +70,7 @@ ACTIVATIONS = {
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """The fields of the library's QuantizationArgs that decide numerics."""
 
@@ -113,7 +113,7 @@ class Args:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """One entry of config_groups."""
 
@@ -194,12 +194,12 @@ class CompressedTensors(Format):
             raise CheckpointError(f"{self.ckpt.folder / 'config.json'}: config group {name} describes no weights")
         inputs, outputs = raw.get("input_activations"), raw.get("output_activations")
         return Group(
-            name,
-            str(raw.get("format") or self.ckpt.quantization.get("format")),
-            tuple(_targets(raw.get("targets"), f"targets of {name}")),
-            Args.parse(raw["weights"]),
-            Args.parse(inputs) if inputs else None,
-            Args.parse(outputs) if outputs else None,
+            name=name,
+            format=str(raw.get("format") or self.ckpt.quantization.get("format")),
+            targets=tuple(_targets(raw.get("targets"), f"targets of {name}")),
+            weights=Args.parse(raw["weights"]),
+            inputs=Args.parse(inputs) if inputs else None,
+            outputs=Args.parse(outputs) if outputs else None,
         )
 
     def group(self, module: str) -> Group:

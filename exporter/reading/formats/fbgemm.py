@@ -19,7 +19,8 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.formats.fp8 import row_scales
+from quantmoe.exporter.reading.weights.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
@@ -30,7 +31,6 @@ from quantmoe.exporter.reading.formats.base import (
     float_scheme,
     unrounded,
 )
-from quantmoe.exporter.reading.formats.fp8 import row_scales
 
 
 class FBGEMM(Format):
@@ -61,7 +61,9 @@ class FBGEMM(Format):
         n, k = self.shape2d(f"{module}.weight")
         weight = self.take(module, [Tensor("weight", ("F8_E4M3",), (n, k))])["weight"]
         scales = row_scales(self, f"{module}.weight_scale", n)
-        return QuantizedMatrix("fp8_e4m3", weight.view(np.uint8), scales, -1, bias=self.bias(module, n))
+        return QuantizedMatrix(
+            kind="fp8_e4m3", codes=weight.view(np.uint8), scales=scales, group_size=-1, bias=self.bias(module, n)
+        )
 
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
@@ -77,7 +79,9 @@ class FBGEMM(Format):
             declared = [Tensor(name, ("F8_E4M3",), (num, k, n)), Tensor(scale, FLOATS, shape)]
             tensors = self.take(layer.name, declared, at=e)
             codes = np.ascontiguousarray(tensors[name].T[rows]).view(np.uint8)
-            return QuantizedMatrix("fp8_e4m3", codes, tensors[scale].reshape(n, 1)[rows], -1)
+            return QuantizedMatrix(
+                kind="fp8_e4m3", codes=codes, scales=tensors[scale].reshape(n, 1)[rows], group_size=-1
+            )
 
         return Expert(
             gate=matrix("gate_up_proj", 2 * i, h, gate),

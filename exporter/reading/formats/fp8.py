@@ -19,7 +19,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 
 
 class FP8(Format):
@@ -70,7 +70,7 @@ class FP8(Format):
         if self.block and f"{module}.weight_scale_inv" in self.ckpt:
             bn, bk = self.block
             tensors = self.take(module, [weight])
-            scales = block_scales(self, f"{module}.weight_scale_inv", n, k, bn, bk)
+            scales = block_scales(self, f"{module}.weight_scale_inv", n, k=k, bn=bn, bk=bk)
         else:
             bn, bk = 1, -1
             tensors = self.take(module, [weight, static])
@@ -88,7 +88,7 @@ class FP8(Format):
         )
 
 
-def block_scales(format: Format, name: str, n: int, k: int, bn: int, bk: int) -> np.ndarray:
+def block_scales(format: Format, name: str, n: int, *, k: int, bn: int, bk: int) -> np.ndarray:
     """Return the scales of blocks as [ceil(n / bn), ceil(k / bk)], dimensions of 1 left out or added; powers of two as
     f32."""
     want, shape, dtype = (-(-n // bn), -(-k // bk)), format.ckpt.shape(name), format.ckpt.dtype(name)

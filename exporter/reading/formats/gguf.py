@@ -14,10 +14,10 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Reads, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, Block
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
+from quantmoe.exporter.reading.weights.base import Format, ModuleScheme, Reads, Tensor
 
 #: ggml type that is not carried -> why
 REFUSED = {
@@ -88,7 +88,7 @@ class GGML(Format):
             elif not outlined:
                 codes, scales = codes[:, columns], scales[:, first // block.group_size]
         return QuantizedMatrix(
-            self._kind(block), codes, scales, block.group_size,
+            kind=self._kind(block), codes=codes, scales=scales, group_size=block.group_size,
             bias=self.bias(module, n), perm=perm, global_scale=self._global_scale(module, block),
         )  # fmt: skip
 

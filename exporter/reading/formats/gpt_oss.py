@@ -18,8 +18,8 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, MoELayer, Reads, Tensor
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, MoELayer, Reads, Tensor
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 
 
 class GptOss(Format):

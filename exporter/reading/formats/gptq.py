@@ -24,7 +24,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.weights.base import (
     FLOATS,
     Format,
     ModuleScheme,
@@ -35,8 +35,8 @@ from quantmoe.exporter.reading.formats.base import (
     group_size_of,
     integer_kind,
 )
-from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
-from quantmoe.exporter.reading.formats.overrides import Overrides
+from quantmoe.exporter.reading.weights.bits import in_order, unpack_words
+from quantmoe.exporter.reading.weights.overrides import Overrides
 
 #: bits -> 1 in each code of a word; codes of 3 bits lie across words, and GPTQModel takes 1 from each of them instead
 _ONES = {2: 0x55555555, 3: 0, 4: 0x11111111, 8: 0x01010101}

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import is_outline, outline
+from quantmoe.exporter.reading.weights.affine import affine, carried_affine, carried_group, carrier
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.safetensors_file import DTYPES
 
 #: packing -> bits of an element, bits of a code in it, codes of an element
 PACKINGS = {
@@ -110,7 +112,7 @@ class HQQ(Format):
         if group < 1 or n * k % group:
             raise CheckpointError(f"{where}.group_size is {group}, expected a divisor of {n * k} weights")
         width = carried_group(k, group, f"{where}: HQQ")
-        return _Meta(n, k, group, min(limit, int(np.ceil(bits))), packing, width)
+        return _Meta(n=n, k=k, group=group, bits=min(limit, int(np.ceil(bits))), packing=packing, width=width)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         meta = self._meta(module)
@@ -142,4 +144,4 @@ class HQQ(Format):
                 )
         scales = tensors["scale"].astype(np.float64)
         minima = scales * tensors["zero"].astype(np.float64)
-        return affine(carrier(meta.bits), codes, scales, minima, meta.width, bias)
+        return affine(carrier(meta.bits), codes, scales, minima=minima, width=meta.width, bias=bias)

@@ -23,9 +23,9 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.reading.checkpoint import STACKED, Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
-from quantmoe.exporter.reading.formats.bits import unpack_words
+from quantmoe.exporter.reading.weights.affine import affine, carried_affine, carried_group, carrier
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
+from quantmoe.exporter.reading.weights.bits import unpack_words
 
 #: families of which mlx-lm changes nothing beside stacking experts
 FAMILIES = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
@@ -95,10 +95,10 @@ class MLX(Format):
             tensors = self.take(module, [*declared, Tensor("scales", ("U8",), groups)])
             scales = tensors["scales"].view(SCALE_DTYPES["e4m3" if mode == "nvfp4" else "e8m0"])
             return QuantizedMatrix(
-                scheme.format, unpack_words(tensors["weight"], bits, k), scales, group,
+                kind=scheme.format, codes=unpack_words(tensors["weight"], bits, k), scales=scales, group_size=group,
                 global_scale=1.0 if mode == "nvfp4" else None, bias=self.bias(module, n),
             )  # fmt: skip
         tensors = self.take(module, [*declared, Tensor("scales", FLOATS, groups), Tensor("biases", FLOATS, groups)])
         codes = unpack_words(tensors["weight"], bits, k)
         scales, minima = tensors["scales"].astype(np.float64), -tensors["biases"].astype(np.float64)
-        return affine(scheme.format, codes, scales, minima, scheme.group_size, self.bias(module, n))
+        return affine(scheme.format, codes, scales, minima=minima, width=scheme.group_size, bias=self.bias(module, n))

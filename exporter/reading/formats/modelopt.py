@@ -35,7 +35,8 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import (
+from quantmoe.exporter.reading.formats.fp8 import block_scales, row_scales
+from quantmoe.exporter.reading.weights.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
@@ -47,8 +48,7 @@ from quantmoe.exporter.reading.formats.base import (
     group_size_of,
     unrounded,
 )
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
-from quantmoe.exporter.reading.formats.fp8 import block_scales, row_scales
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 
 #: quant_algo -> (format, group size, activation_format); None: from the shape of weight_scale
 ALGORITHMS: dict[str, tuple[str, int | None, str]] = {
@@ -205,7 +205,7 @@ class ModelOpt(Format):
         if mx:
             scales = tensors["weight_scale"].view(SCALE_DTYPES["e8m0"])
         elif scheme.group_size == 128:
-            scales = block_scales(self, self._block_scale(module), n, k, 128, 128)
+            scales = block_scales(self, self._block_scale(module), n, k=k, bn=128, bk=128)
         else:
             scales = row_scales(self, name, n)
         return QuantizedMatrix(

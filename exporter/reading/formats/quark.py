@@ -21,11 +21,11 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
-from quantmoe.exporter.reading.formats.affine import growth
 from quantmoe.exporter.reading.formats.awq import unpack_columns
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles, unpack_words
 from quantmoe.exporter.reading.formats.fp8 import row_scales
+from quantmoe.exporter.reading.weights.affine import growth
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles, unpack_words
 
 #: (dtype, qscheme) of weights -> op.def's format
 WEIGHTS = {

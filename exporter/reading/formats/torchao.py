@@ -25,10 +25,12 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline, read_metadata
-from quantmoe.exporter.reading.formats.affine import affine, carried_affine, carried_group, carrier
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
-from quantmoe.exporter.reading.formats.bits import unpack_nibbles
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, is_outline, outline
+from quantmoe.exporter.reading.weights.affine import affine, carried_affine, carried_group, carrier
+from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, integer_kind
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
+from quantmoe.exporter.safetensors_file import read_metadata
 
 #: class of a weight that is not read -> why
 REFUSED = {
@@ -177,7 +179,12 @@ class TorchAO(Format):
         bias = self.bias(module, n)
         if kind == "Float8Tensor":
             return QuantizedMatrix(
-                "fp8_e4m3", stored.view(np.uint8), np.ascontiguousarray(scales), scheme.group_size, rows, bias=bias
+                kind="fp8_e4m3",
+                codes=stored.view(np.uint8),
+                scales=np.ascontiguousarray(scales),
+                group_size=scheme.group_size,
+                block_n=rows,
+                bias=bias,
             )
         if rows != 1:
             raise CheckpointError(
@@ -198,7 +205,12 @@ class TorchAO(Format):
             where = self.ckpt.where(f"{module}._weight_qdata")
             raise CheckpointError(f"{where} has codes beyond {scheme.format}'s, expected {scheme.text}")
         return QuantizedMatrix(
-            scheme.format, codes, np.ascontiguousarray(scales), scheme.group_size, zero_points=zeros, bias=bias
+            kind=scheme.format,
+            codes=codes,
+            scales=np.ascontiguousarray(scales),
+            group_size=scheme.group_size,
+            zero_points=zeros,
+            bias=bias,
         )
 
     def _int4(self, module: str, fields: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -226,4 +238,4 @@ class TorchAO(Format):
             codes = codes ^ np.uint8(8)
         scales = tensors["_weight_scale"].T.astype(np.float64)
         minima = 8 * scales - tensors["_weight_zero_point"].T.astype(np.float64)
-        return affine(carrier(4), codes, scales, minima, width, self.bias(module, n))
+        return affine(carrier(4), codes, scales, minima=minima, width=width, bias=self.bias(module, n))

@@ -35,8 +35,9 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.checkpoint import DTYPES, MAX_TENSORS, CheckpointError, Entry, dense
+from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, dense
 from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
 from quantmoe.exporter.reading.checkpoint import is_outline as is_outline
 from quantmoe.exporter.reading.config_fields import check_sizes, reading
@@ -48,6 +49,7 @@ from quantmoe.exporter.reading.gguf.joined_tensors import Part, add_joined
 from quantmoe.exporter.reading.gguf.metadata import Metadata
 from quantmoe.exporter.reading.gguf.tensor_names import JOINED, common_name
 from quantmoe.exporter.reading.gguf.tokenizer import write_tokenizer
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
 #: factors of a matrix and of its activations, beside NVFP4
@@ -85,7 +87,13 @@ class GGUF(ChangedTensors):
         kind = fields.get("tokenizer.ggml.model", "none")
         self._has_tokenizer = isinstance(kind, str) and kind not in ("none", "no_vocab")
         with doing(str(self.folder)), reading(f"{self.folder}: its fields cannot be read as {architecture}'s"):
-            metadata = Metadata(self.folder, architecture, fields, shapes, partial(self._floats, headers))
+            metadata = Metadata(
+                path=self.folder,
+                architecture=architecture,
+                fields=fields,
+                shapes=shapes,
+                vector=partial(self._floats, headers),
+            )
             self.config = family.config(metadata)
             metadata.check_read()
             ends = metadata.ends()
@@ -93,7 +101,7 @@ class GGUF(ChangedTensors):
             check_sizes(self.folder, self.config)
             for shard, header in headers.items():
                 for name, (shape, kind, begin) in header.tensors.items():
-                    self._add(shard, name, shape, kind, begin, family)
+                    self._add(shard, name, shape, kind=kind, begin=begin, family=family)
             for (prefix, module), parts in self._parts.items():
                 add_joined(self, prefix + module, family.joined[module], parts)
             family.undo(self)
@@ -110,7 +118,11 @@ class GGUF(ChangedTensors):
                 title, weights, _ = TYPES[kind]
                 if weights > 1:
                     raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected floats")
-                return self._read(Entry(shard, title, shape, begin, name)).view(DTYPES[title]).astype(np.float32)
+                return (
+                    self._read(Entry(shard=shard, dtype=title, shape=shape, begin=begin, name=name))
+                    .view(DTYPES[title])
+                    .astype(np.float32)
+                )
         raise CheckpointError(f"{self.folder}: {name} is missing")
 
     def _headers(self) -> dict[Path, Header]:
@@ -168,7 +180,9 @@ class GGUF(ChangedTensors):
             return f"transformers cannot make a tokenizer of the file's fields ({str(error)[:300] or repr(error)})"
         return ""
 
-    def _add(self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, family: GgufFamily) -> None:
+    def _add(
+        self, shard: Path, name: str, shape: tuple[int, ...], *, kind: int, begin: int, family: GgufFamily
+    ) -> None:
         layer, stem, leaf = match.groups() if (match := _NAME.fullmatch(name)) else (None, name, None)
         if layer is not None and int(layer) >= self.config["num_hidden_layers"]:
             return  # a layer that drafts
@@ -180,7 +194,12 @@ class GGUF(ChangedTensors):
             return
         if (of := stem.rpartition(".")) and of[2] in _SCALES and f"{stem}.{leaf}" not in names:
             self._add_scale(
-                shard, name, shape, kind, begin, [prefix + names[p] for p in JOINED.get(of[0], (of[0],)) if p in names]
+                shard,
+                name,
+                shape,
+                kind=kind,
+                begin=begin,
+                modules=[prefix + names[p] for p in JOINED.get(of[0], (of[0],)) if p in names],
             )
             return
         whole = names.get(f"{stem}.{leaf}")  # a name of its own, which no module's is
@@ -197,7 +216,7 @@ class GGUF(ChangedTensors):
         places = [whole] if whole else [f"{names[part]}.{title if blocks else leaf}" for part in parts]
         places = [prefix + place for place in places]
         if "{}" not in places[0]:
-            self._put_rows(Entry(shard, dtype, shape, begin, name), places)
+            self._put_rows(Entry(shard=shard, dtype=dtype, shape=shape, begin=begin, name=name), places)
             return
         experts = range(shape[0]) if expert is None else [expert]
         rows = shape[expert is None :]
@@ -205,11 +224,11 @@ class GGUF(ChangedTensors):
             raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected rows of {' and '.join(parts)}")
         rows = (rows[0] // len(places), *rows[1:])
         for e, place in product(experts, places):
-            self._put(place.format(e), Entry(shard, dtype, rows, begin, name))
+            self._put(place.format(e), Entry(shard=shard, dtype=dtype, shape=rows, begin=begin, name=name))
             begin += prod(rows) * (1 if blocks else block)
 
     def _add_scale(
-        self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, modules: list[str]
+        self, shard: Path, name: str, shape: tuple[int, ...], *, kind: int, begin: int, modules: list[str]
     ) -> None:
         """Add the factors of NVFP4 matrices: one, or one for each expert. Scales of activations are left out."""
         if name.endswith(".input_scale"):
@@ -218,7 +237,10 @@ class GGUF(ChangedTensors):
             raise CheckpointError(f"{shard}: {name} is {TYPES[kind][0]} {list(shape)}, expected F32 of a known matrix")
         for module in modules:
             for e in range(shape[0] if "{}" in module else 1):
-                self._put(f"{module.format(e)}.scale", Entry(shard, "F32", (1,), begin + 4 * e, name))
+                self._put(
+                    f"{module.format(e)}.scale",
+                    Entry(shard=shard, dtype="F32", shape=(1,), begin=begin + 4 * e, name=name),
+                )
 
     def _put_rows(self, entry: Entry, places: list[str]) -> None:
         """Add a tensor under one name, or its rows under the names of queries, keys and values."""

@@ -176,4 +176,6 @@ def dequantized(kind: str, blocks: np.ndarray) -> np.ndarray:
     """
     block = CARRIED[kind]
     codes, scales = (part.reshape(len(blocks), -1) for part in block.decode(blocks))
-    return QuantizedMatrix(block.kind, codes, scales, block.group_size).dequantize(np.float32)
+    return QuantizedMatrix(kind=block.kind, codes=codes, scales=scales, group_size=block.group_size).dequantize(
+        np.float32
+    )

@@ -9,7 +9,9 @@ from math import prod
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, is_outline
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 _LAYER = re.compile(r"(model\.layers|transformer\.blocks)\.[0-9]+")
 Change = Callable[[np.ndarray], np.ndarray]
@@ -95,4 +97,6 @@ class ChangedTensors(Checkpoint):
         if (entry := self._entries.get(name)) is not None:
             if prod(entry.shape) != prod(shape):
                 raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {list(shape)}")
-            self._entries[name] = Entry(entry.shard, entry.dtype, shape, entry.begin, entry.name)
+            self._entries[name] = Entry(
+                shard=entry.shard, dtype=entry.dtype, shape=shape, begin=entry.begin, name=entry.name
+            )

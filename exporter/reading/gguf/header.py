@@ -13,7 +13,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import GGUF_MAGIC, LFS_POINTER, MAX_CONFIG, MAX_TENSORS, CheckpointError
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.files import LFS_POINTER
+from quantmoe.exporter.reading.checkpoint import GGUF_MAGIC, MAX_CONFIG, MAX_TENSORS
 from quantmoe.exporter.reading.gguf.blocks import CARRIED
 
 #: ggml type -> its name, weights in a block, bytes of a block (ggml-common.h). Those of 1 weight are safetensors' types

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantmoe.exporter.reading.checkpoint import DTYPES, CheckpointError, Entry
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.gguf.blocks import CARRIED, dequantized
 from quantmoe.exporter.reading.gguf.changed_tensors import ChangedTensors
 from quantmoe.exporter.reading.gguf.families.base import Join
 from quantmoe.exporter.reading.gguf.header import TYPES
+from quantmoe.exporter.safetensors_file import DTYPES, Entry
 
 
 class Part(NamedTuple):
@@ -29,8 +30,14 @@ class Part(NamedTuple):
         """Return where its bytes are; blocks are bytes."""
         title, weights, size = TYPES[self.kind]
         if weights == 1:
-            return Entry(self.shard, title, self.shape, self.begin, self.name)
-        return Entry(self.shard, "U8", (*self.shape[:-1], self.shape[-1] // weights * size), self.begin, self.name)
+            return Entry(shard=self.shard, dtype=title, shape=self.shape, begin=self.begin, name=self.name)
+        return Entry(
+            shard=self.shard,
+            dtype="U8",
+            shape=(*self.shape[:-1], self.shape[-1] // weights * size),
+            begin=self.begin,
+            name=self.name,
+        )
 
 
 def add_joined(ckpt: ChangedTensors, module: str, join: Join, parts: dict[tuple[str, str], Part]) -> None:
@@ -60,12 +67,16 @@ def add_joined(ckpt: ChangedTensors, module: str, join: Join, parts: dict[tuple[
         if join.how is None and len({part.kind for part in own}) == 1:
             shape = (sum(part.shape[0] for part in own), *first.shape[1:])
             end = title if weights > 1 else leaf
-            ckpt.make(f"{module}.{end}", Entry(first.shard, first.dtype, shape, first.begin, first.name),
-                      partial(_rows, ckpt, own))  # fmt: skip
+            entry = Entry(shard=first.shard, dtype=first.dtype, shape=shape, begin=first.begin, name=first.name)
+            ckpt.make(f"{module}.{end}", entry, partial(_rows, ckpt, own))
             continue
         make = partial(_computed, ckpt, join, own)
         shape = _shape(ckpt, join, own)
-        ckpt.make(f"{module}.{leaf}", Entry(first.shard, "F32", shape, first.begin, first.name), make)
+        ckpt.make(
+            f"{module}.{leaf}",
+            Entry(shard=first.shard, dtype="F32", shape=shape, begin=first.begin, name=first.name),
+            make,
+        )
 
 
 def _rows(ckpt: ChangedTensors, parts: list[Part]) -> np.ndarray:

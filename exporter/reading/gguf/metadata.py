@@ -57,7 +57,7 @@ NO_ENDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metadata:
     """A file's fields, and its tensors' shapes. Methods take the key of a field without the architecture.
 

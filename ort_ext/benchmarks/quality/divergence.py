@@ -66,7 +66,7 @@ class Positions:
         """Return the statistics of all windows so far."""
         loss = np.concatenate(self.loss)
         perplexity = math.exp(loss.mean())
-        found = Figures(len(loss), Estimate(perplexity, perplexity * estimate(loss).error))
+        found = Figures(predicted=len(loss), perplexity=Estimate(perplexity, perplexity * estimate(loss).error))
         if not self.kld:
             return found
         base, kld, same = (np.concatenate(parts) for parts in (self.base_loss, self.kld, self.same))
@@ -81,7 +81,7 @@ class Positions:
         return found
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Figures:
     """Statistics of a text; the keys of ``--json``. Without a base there is only its perplexity.
 

@@ -32,7 +32,7 @@ TOGETHER = 4
 Outputs = tuple[np.ndarray, list[np.ndarray]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Result of :func:`evaluate`; its fields are the keys of ``--json``.
 
@@ -106,21 +106,25 @@ def evaluate(
         progress(done, total)
 
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(outputs(path, texts, layers, threads, tell, opened))
+        ours = stack.enter_context(outputs(path, texts, layers=layers, threads=threads, tell=tell, opened=opened))
         theirs: Iterator[Outputs | None] = iter([None] * len(texts))
         if against is not None:
-            theirs = stack.enter_context(outputs(Path(against), texts, layers, threads, tell, opened))
+            theirs = stack.enter_context(
+                outputs(Path(against), texts, layers=layers, threads=threads, tell=tell, opened=opened)
+            )
         for ids in texts:  # a window's outputs are gone before the next one's are there
-            errors.append(_compare(ids, next(ours), next(theirs), positions, str(path), str(against)))
+            errors.append(
+                _compare(ids, next(ours), next(theirs), positions=positions, name=str(path), against=str(against))
+            )
     difference, size = np.moveaxis(np.array(errors), -1, 0) if layers else (np.zeros((1, 0)),) * 2
     return Evaluation(
-        str(model),
-        None if against is None else str(against),
-        len(texts),
-        len(texts[0]),
-        positions.figures(),
-        np.sqrt(difference.sum(0) / size.sum(0)).tolist() if layers else None,
-        time.perf_counter() - begin,
+        model=str(model),
+        against=None if against is None else str(against),
+        windows=len(texts),
+        window=len(texts[0]),
+        figures=positions.figures(),
+        layers=np.sqrt(difference.sum(0) / size.sum(0)).tolist() if layers else None,
+        seconds=time.perf_counter() - begin,
     )
 
 
@@ -128,6 +132,7 @@ def evaluate(
 def outputs(
     path: Path,
     texts: Sequence[Sequence[int]],
+    *,
     layers: bool,
     threads: int,
     tell: Callable[[int], None],
@@ -167,7 +172,7 @@ def _of_checkpoint(
     from quantmoe.exporter.writing.prepare import open_format
 
     quantize = None if open_checkpoint(path).quantization else "none"
-    streamed = Streamed(open_format(path, quantize, None, "float"))
+    streamed = Streamed(open_format(path, quantize, None, activations="float"))
     for at in range(0, len(texts), TOGETHER):
         for found in streamed.outputs(texts[at : at + TOGETHER], layers):
             tell(len(texts[0]))
@@ -175,7 +180,7 @@ def _of_checkpoint(
 
 
 def _compare(
-    ids: Sequence[int], ours: Outputs, theirs: Outputs | None, positions: Positions, name: str, against: str
+    ids: Sequence[int], ours: Outputs, theirs: Outputs | None, *, positions: Positions, name: str, against: str
 ) -> list[tuple[float, float]]:
     """Add a window to ``positions``, and return the squares of each layer's hidden states.
 

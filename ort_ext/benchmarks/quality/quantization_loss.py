@@ -55,10 +55,10 @@ def _measured(checkpoint: Path, output: Path, layers: int | None, check: Any) ->
     from quantmoe.exporter.writing.prepare import open_format
 
     ids = windows_of(output, TEXT.read_text(encoding="utf-8"), TOKENS)[0]
-    streamed = Streamed(open_format(checkpoint, "none", None, "float"), layers, check)
+    streamed = Streamed(open_format(checkpoint, "none", None, activations="float"), layers, check)
     ((base, _),) = streamed.outputs([ids])
     positions = Positions()
-    with outputs(output, [ids], False, 0, lambda tokens: None) as found:
+    with outputs(output, [ids], layers=False, threads=0, tell=lambda tokens: None) as found:
         for logits, _ in found:
             positions.add(ids, logits, base)
     figures = positions.figures()

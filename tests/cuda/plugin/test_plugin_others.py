@@ -96,7 +96,7 @@ def test_router_shapes_and_workspace(others):
     given = made.call("workspace", router_tensors((70,)))
     for rows in range(71):
         for device in DEVICES:
-            assert cuda.plan_node(ROUTER, "bf16", 1, rows, device).workspace_bytes <= given
+            assert cuda.plan_node(ROUTER, "bf16", 1, tokens=rows, device=device).workspace_bytes <= given
 
 
 def test_norm_shapes(others):

@@ -98,7 +98,7 @@ def test_workspace_of_states(others):
         others.select(spec.OP)
         given = others.create(attributes_of(spec)).call("workspace", state_tensors(spec, 4, 300))
         plans = (
-            cuda.plan_node(spec, "bf16", batch, tokens, device)
+            cuda.plan_node(spec, "bf16", batch, tokens=tokens, device=device)
             for batch in range(1, 5)
             for tokens in range(1, 301)
             for device in DEVICES

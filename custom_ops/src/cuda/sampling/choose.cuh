@@ -1,5 +1,5 @@
 // Chooses the next token of each row from its logits: penalties, then temperature, top-k, top-p and min-p, as
-// ort_ext/runtime/sampling.py does it. Probabilities are f64, and integers when they are added up. So the order of the
+// ort_ext/runtime/choosing/sampling.py does it. Probabilities are f64, and integers when they are added up. So the order of the
 // additions changes nothing, and equal logits and an equal number give an equal token.
 #pragma once
 #include <cuda_bf16.h>

@@ -33,7 +33,7 @@ class Join:
     how: Callable[[Config, list[np.ndarray]], np.ndarray] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GgufFamily:
     """Rules for the files of one architecture.
 

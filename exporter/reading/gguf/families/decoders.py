@@ -237,77 +237,80 @@ GRANITE_JOINED = {"shared_mlp.input_linear": Join(("ffn_gate_shexp", "ffn_up_she
 _BASE = DECODER | experts("mlp")
 FAMILIES = {
     "gpt-oss": GgufFamily(
-        _BASE
+        names=_BASE
         | {
             "ffn_gate_inp": "mlp.router",
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
         },
-        _gpt_oss,
+        config=_gpt_oss,
         models="gpt-oss-20b, 120b",
     ),
     "llama": GgufFamily(
-        DECODER | experts("block_sparse_moe", projections=_MIXTRAL), _mixtral, undo_pairs, models="Mixtral"
+        names=DECODER | experts("block_sparse_moe", projections=_MIXTRAL),
+        config=_mixtral,
+        undo=undo_pairs,
+        models="Mixtral",
     ),
     "glm4moe": GgufFamily(
-        _BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED | {"post_attention_norm": "post_attention_layernorm"},
-        _glm4_moe,
+        names=_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED | {"post_attention_norm": "post_attention_layernorm"},
+        config=_glm4_moe,
         models="GLM-4.5, GLM-4.6, GLM-4.5V (text), Solar-Open",
     ),
     "minimax-m2": GgufFamily(
-        DECODER
+        names=DECODER
         | QK_NORM
         | experts("block_sparse_moe", projections=_MIXTRAL)
         | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
-        _minimax_m2,
+        config=_minimax_m2,
         models="MiniMax-M2",
     ),
-    "olmoe": GgufFamily(_BASE | QK_NORM, _olmoe, models="OLMoE"),
+    "olmoe": GgufFamily(names=_BASE | QK_NORM, config=_olmoe, models="OLMoE"),
     "phimoe": GgufFamily(
-        DECODER
+        names=DECODER
         | experts("block_sparse_moe", projections=_MIXTRAL)
         | {"rope_factors_long": "", "rope_factors_short": ""},
-        _phimoe,
+        config=_phimoe,
         models="Phi-3.5-MoE",
     ),
     "ernie4_5-moe": GgufFamily(
-        _BASE | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
-        _ernie,
-        _undo_ernie,
+        names=_BASE | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        config=_ernie,
+        undo=_undo_ernie,
         models="ERNIE 4.5",
     ),
-    "dots1": GgufFamily(_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, _dots1, models="dots.llm1"),
+    "dots1": GgufFamily(names=_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED, config=_dots1, models="dots.llm1"),
     "hy_v3": GgufFamily(
-        DECODER
+        names=DECODER
         | QK_NORM
         | experts("mlp", "router.gate")
         | mlp("mlp")
         | mlp("mlp.shared_mlp", "_shexp")
         | {"exp_probs_b.bias": "mlp.expert_bias"},
-        _hy_v3,
+        config=_hy_v3,
         models="Hunyuan 3",
     ),
     "hunyuan-moe": GgufFamily(
-        DECODER
+        names=DECODER
         | experts("mlp", "gate.wg")
         | mlp("mlp.shared_mlp", "_shexp")
         | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        _hunyuan,
+        config=_hunyuan,
         models="Hunyuan-A13B",
     ),
     "bailingmoe2": GgufFamily(
-        _BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED,
-        _sarvam,
+        names=_BASE | QK_NORM | _BIAS | mlp("mlp") | _SHARED,
+        config=_sarvam,
         models="Sarvam-30B; Ling 2.0, which runs as Sarvam's model",
     ),
     "exaone-moe": GgufFamily(
-        _BASE | QK_NORM | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
-        _exaone_moe,
+        names=_BASE | QK_NORM | mlp("mlp") | _SHARED | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+        config=_exaone_moe,
         models="K-EXAONE",
     ),
-    "cohere2moe": GgufFamily(_BASE | mlp("mlp") | _SHARED, _cohere2_moe, models="North-Mini-Code"),
+    "cohere2moe": GgufFamily(names=_BASE | mlp("mlp") | _SHARED, config=_cohere2_moe, models="North-Mini-Code"),
     "afmoe": GgufFamily(
-        DECODER
+        names=DECODER
         | QK_NORM
         | experts("mlp", "router.gate")
         | mlp("mlp")
@@ -319,11 +322,11 @@ FAMILIES = {
             "post_ffw_norm": "post_mlp_layernorm",
             "exp_probs_b.bias": "mlp.expert_bias",
         },
-        _afmoe,
+        config=_afmoe,
         models="Trinity",
     ),
     "dbrx": GgufFamily(
-        experts("ffn", "router.layer")
+        names=experts("ffn", "router.layer")
         | {
             "token_embd": "transformer.wte",
             "output_norm": "transformer.norm_f",
@@ -333,21 +336,23 @@ FAMILIES = {
             "attn_qkv": "norm_attn_norm.attn.Wqkv",
             "attn_output": "norm_attn_norm.attn.out_proj",
         },
-        _dbrx,
+        config=_dbrx,
         layer="transformer.blocks.{}.",
         models="DBRX",
     ),
     "granite_swa": GgufFamily(
-        DECODER
+        names=DECODER
         | experts("block_sparse_moe", "router")
         | {
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_up_shexp": "shared_mlp.input_linear",
             "ffn_down_shexp": "shared_mlp.output_linear",
         },
-        _granite_swa,
-        undo_pairs,
+        config=_granite_swa,
+        undo=undo_pairs,
         models="Granite with sliding windows",
     ),
-    "granitemoe": GgufFamily(GRANITE, _granite_moe, undo_pairs, GRANITE_JOINED, models="Granite 3 MoE"),
+    "granitemoe": GgufFamily(
+        names=GRANITE, config=_granite_moe, undo=undo_pairs, joined=GRANITE_JOINED, models="Granite 3 MoE"
+    ),
 }

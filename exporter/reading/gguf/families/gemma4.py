@@ -41,7 +41,7 @@ def _gemma4(m: Metadata) -> Config:
 
 FAMILIES = {
     "gemma4": GgufFamily(
-        DECODER
+        names=DECODER
         | QK_NORM
         | mlp("mlp")
         | mlp("experts.{}", "_exps")
@@ -58,7 +58,7 @@ FAMILIES = {
             "ffn_down_exps.scale.None": "router.per_expert_scale",
             "rope_freqs": "",
         },
-        _gemma4,
+        config=_gemma4,
         models="Gemma-4-26B-A4B (text)",
     ),
 }

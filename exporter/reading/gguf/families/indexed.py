@@ -141,32 +141,32 @@ _HC = {
 }
 _BLOCKS = {f"indexer.{part}": f"self_attn.indexer.{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")}
 FAMILIES = {
-    "deepseek32": GgufFamily(NAMES | _INDEXER, _deepseek_v32, joined=JOINED, models="DeepSeek-V3.2"),
-    "glm-dsa": GgufFamily(NAMES | _INDEXER, _glm_dsa, joined=JOINED, models="GLM-5"),
+    "deepseek32": GgufFamily(names=NAMES | _INDEXER, config=_deepseek_v32, joined=JOINED, models="DeepSeek-V3.2"),
+    "glm-dsa": GgufFamily(names=NAMES | _INDEXER, config=_glm_dsa, joined=JOINED, models="GLM-5"),
     "hy_v4": GgufFamily(
-        NAMES | _INDEXER | _HC | {"attn_gate": "self_attn.gate_proj", "attn_sinks.weight": "self_attn.sinks"},
-        _hy_v4,
+        names=NAMES | _INDEXER | _HC | {"attn_gate": "self_attn.gate_proj", "attn_sinks.weight": "self_attn.sinks"},
+        config=_hy_v4,
         joined=JOINED,
         models="Hunyuan 4",
     ),
     "dots3note": GgufFamily(
-        NAMES | _INDEXER | {"attn_gate": "self_attn.g_proj", "attn_k_norm": "self_attn.k_rope_only_layernorm"},
-        _dots3,
-        _undo_dots3,
-        JOINED,
+        names=NAMES | _INDEXER | {"attn_gate": "self_attn.g_proj", "attn_k_norm": "self_attn.k_rope_only_layernorm"},
+        config=_dots3,
+        undo=_undo_dots3,
+        joined=JOINED,
         models="dots3-note",
     ),
     "minimax-m3": GgufFamily(
-        DECODER
+        names=DECODER
         | QK_NORM
         | experts("mlp")
         | mlp("mlp")
         | mlp("mlp.shared_experts", "_shexp")
         | _BLOCKS
         | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
-        _minimax_m3,
-        _undo_minimax_m3,
-        {
+        config=_minimax_m3,
+        undo=_undo_minimax_m3,
+        joined={
             "mlp.gate_up_proj": Join(("ffn_gate", "ffn_up")),
             "mlp.shared_experts.gate_up_proj": Join(("ffn_gate_shexp", "ffn_up_shexp")),
         },

@@ -81,6 +81,8 @@ def _mistral4(m: Metadata) -> Config:
 
 
 FAMILIES = {
-    "deepseek2": GgufFamily(NAMES, _deepseek2, joined=JOINED, models="DeepSeek-V2, V3, R1, Kimi-K2, GLM-4.7-Flash"),
-    "mistral4": GgufFamily(NAMES, _mistral4, joined=JOINED, models="Mistral-Small-4 (text)"),
+    "deepseek2": GgufFamily(
+        names=NAMES, config=_deepseek2, joined=JOINED, models="DeepSeek-V2, V3, R1, Kimi-K2, GLM-4.7-Flash"
+    ),
+    "mistral4": GgufFamily(names=NAMES, config=_mistral4, joined=JOINED, models="Mistral-Small-4 (text)"),
 }

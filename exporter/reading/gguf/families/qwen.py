@@ -138,19 +138,19 @@ def _undo_qwen35(ckpt: ChangedTensors) -> None:
 
 _BASE = DECODER | experts("mlp")
 FAMILIES = {
-    "qwen2moe": GgufFamily(_BASE | _SHARED, _qwen2_moe, _undo_shared, models="Qwen1.5-MoE"),
-    "qwen3moe": GgufFamily(_BASE | QK_NORM, _qwen3_moe, models="Qwen3-30B-A3B"),
+    "qwen2moe": GgufFamily(names=_BASE | _SHARED, config=_qwen2_moe, undo=_undo_shared, models="Qwen1.5-MoE"),
+    "qwen3moe": GgufFamily(names=_BASE | QK_NORM, config=_qwen3_moe, models="Qwen3-30B-A3B"),
     # text has one position on all axes, as Qwen3-MoE
-    "qwen3vlmoe": GgufFamily(_BASE | QK_NORM, _qwen3_moe, models="Qwen3-VL (text)"),
+    "qwen3vlmoe": GgufFamily(names=_BASE | QK_NORM, config=_qwen3_moe, models="Qwen3-VL (text)"),
     "qwen3next": GgufFamily(
-        _BASE | _SHARED | QK_NORM | _LINEAR | {"ssm_ba": "linear_attn.in_proj_ba"},
-        _qwen3_next,
-        _undo_qwen3_next,
-        {"linear_attn.in_proj_qkvz": Join(("attn_qkv", "attn_gate"))},
+        names=_BASE | _SHARED | QK_NORM | _LINEAR | {"ssm_ba": "linear_attn.in_proj_ba"},
+        config=_qwen3_next,
+        undo=_undo_qwen3_next,
+        joined={"linear_attn.in_proj_qkvz": Join(("attn_qkv", "attn_gate"))},
         models="Qwen3-Next",
     ),
     "qwen35moe": GgufFamily(
-        _BASE
+        names=_BASE
         | _SHARED
         | QK_NORM
         | _LINEAR
@@ -160,8 +160,8 @@ FAMILIES = {
             "ssm_alpha": "linear_attn.in_proj_a",
             "ssm_beta": "linear_attn.in_proj_b",
         },
-        _qwen35_moe,
-        _undo_qwen35,
+        config=_qwen35_moe,
+        undo=_undo_qwen35,
         models="Qwen3.5, Qwen3.6",
     ),
 }

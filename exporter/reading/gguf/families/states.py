@@ -234,10 +234,14 @@ KDA = {f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"} | {
 _MIXER = {stem: name.replace("self_attn", "mixer") for stem, name in ATTENTION.items()}
 FAMILIES = {
     "granitehybrid": GgufFamily(
-        GRANITE | _mamba2("mamba"), _granite_hybrid, _undo_granite_hybrid, GRANITE_JOINED, models="Granite 4 H"
+        names=GRANITE | _mamba2("mamba"),
+        config=_granite_hybrid,
+        undo=_undo_granite_hybrid,
+        joined=GRANITE_JOINED,
+        models="Granite 4 H",
     ),
     "lfm2moe": GgufFamily(
-        ATTENTION
+        names=ATTENTION
         | experts("feed_forward", projections=("w1", "w3", "w2"))
         | mlp("feed_forward", projections=("w1", "w3", "w2"))
         | {
@@ -254,20 +258,24 @@ FAMILIES = {
             "shortconv.in_proj": "conv.in_proj",
             "shortconv.out_proj": "conv.out_proj",
         },
-        _lfm2_moe,
-        _undo_lfm2_moe,
+        config=_lfm2_moe,
+        undo=_undo_lfm2_moe,
         models="LFM2-8B-A1B",
     ),
-    "kimi-linear": GgufFamily(NAMES | KDA, _kimi_linear, _undo_kimi_linear, JOINED, models="Kimi-Linear-48B-A3B"),
+    "kimi-linear": GgufFamily(
+        names=NAMES | KDA, config=_kimi_linear, undo=_undo_kimi_linear, joined=JOINED, models="Kimi-Linear-48B-A3B"
+    ),
     "bailingmoe3": GgufFamily(
-        NAMES | KDA | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"},
-        _bailing3,
-        _undo_bailing3,
-        JOINED,
+        names=NAMES
+        | KDA
+        | {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"},
+        config=_bailing3,
+        undo=_undo_bailing3,
+        joined=JOINED,
         models="Ling-3.0-Flash",
     ),
     "jamba": GgufFamily(
-        DECODER
+        names=DECODER
         | experts("feed_forward", "router")
         | mlp("feed_forward")
         | {
@@ -284,12 +292,12 @@ FAMILIES = {
             "ssm_a.None": "mamba.A_log",
             "ssm_d.None": "mamba.D",
         },
-        _jamba,
-        _undo_jamba,
+        config=_jamba,
+        undo=_undo_jamba,
         models="Jamba",
     ),
     "nemotron_h_moe": GgufFamily(
-        _MIXER
+        names=_MIXER
         | _mamba2("mixer")
         | {
             "token_embd": "model.embeddings",
@@ -307,8 +315,8 @@ FAMILIES = {
             "ffn_up": "mixer.up_proj",
             "ffn_down": "mixer.down_proj",
         },
-        _nemotron_h,
-        _undo_nemotron_h,
+        config=_nemotron_h,
+        undo=_undo_nemotron_h,
         models="Nemotron-3-Nano",
     ),
 }

@@ -166,21 +166,23 @@ _BASE = DECODER | experts("mlp") | mlp("mlp") | {"exp_probs_b.bias": "mlp.gate.e
 _SHARED = mlp("mlp.shared_experts", "_shexp")
 FAMILIES = {
     "llama4": GgufFamily(
-        DECODER
+        names=DECODER
         | experts("feed_forward", "router")
         | mlp("feed_forward")
         | mlp("feed_forward.shared_expert", "_shexp")
         | {"rope_freqs": ""},
-        _llama4,
+        config=_llama4,
         models="Llama-4 Scout, Maverick (text)",
     ),
-    "mimo2": GgufFamily(_BASE | _SINKS, _mimo2, models="MiMo-V2-Flash"),
+    "mimo2": GgufFamily(names=_BASE | _SINKS, config=_mimo2, models="MiMo-V2-Flash"),
     "step35": GgufFamily(
-        _BASE | _SHARED | QK_NORM | _GATE | {"rope_freqs": ""},
-        _step35,
-        _undo_step35,
+        names=_BASE | _SHARED | QK_NORM | _GATE | {"rope_freqs": ""},
+        config=_step35,
+        undo=_undo_step35,
         models="Step-3.5, Step-3.7-Flash (text)",
     ),
-    "laguna": GgufFamily(_BASE | mlp("mlp.shared_expert", "_shexp") | QK_NORM | _GATE, _laguna, models="Laguna"),
-    "mellum": GgufFamily(_BASE | QK_NORM, _mellum, models="Mellum 2"),
+    "laguna": GgufFamily(
+        names=_BASE | mlp("mlp.shared_expert", "_shexp") | QK_NORM | _GATE, config=_laguna, models="Laguna"
+    ),
+    "mellum": GgufFamily(names=_BASE | QK_NORM, config=_mellum, models="Mellum 2"),
 }
