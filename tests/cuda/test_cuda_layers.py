@@ -29,7 +29,12 @@ def check(case: Case, tokens: int, dtype: str, few: bool = False, **options) -> 
     if few:  # sums of which little is left have large relative errors
         assert np.quantile(rows, 0.9) < 8 * UNIT[dtype]
         return
-    assert rows.max() < 4 * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
+    # On wgmma a group of a format with minima has one more rounding in each product, of what its 32 columns share
+    # (docs/lab/cuda-kernels.md): such errors add up, as the error of h does where columns share an offset
+    # (test_expert_cache.near). So a token's error is that of three such roundings and not of one.
+    minima = {case.weights[0], (case.down_weights or [case.weights])[0][0]} & {"q4_k", "q5_k"}
+    most = 4 * 3**0.5 if minima else 4
+    assert rows.max() < most * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
 
 
 SIZES = [1, 2, 7, 8, 9, 33, 130]
