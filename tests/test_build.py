@@ -330,12 +330,15 @@ def test_turns_of_ci() -> None:
         assert sum(minutes[turn] for turn in chosen) < 60
         return chosen, done.stderr
 
+    core, ran = {"cuda90a", "compilers", "sanitize1", "sanitize2", "fuzz", "threads"}, set[str]()
     for time in range(0, 30 * 10800, 10800):
         chosen, left = choose(time, "custom_ops/src/cuda/moe/launch.cu", "docs/lab/x.md")
-        assert (chosen, left) == (["cuda90a", "cuda80", "cuda120a"], "")
+        assert ({*chosen}, left) == ({"cuda90a", "cuda80", "cuda120a"}, "")
         chosen, left = choose(time, "ort_ext/serving/app.py", "samples/python/generate.py")
-        assert (chosen[:2], left) == (["users", "serve"], "")
+        assert ({*chosen[:2]}, left) == ({"users", "serve"}, "")
         assert len(chosen) > 2
         chosen, left = choose(time, "custom_ops/src/core/shapes.cc")
-        assert chosen == ["cuda90a", "compilers", "sanitize1"]
-        assert left == "touched, but no room beside 59 minutes of turns: sanitize2 fuzz threads\n"
+        assert left.startswith("touched, but no room beside ")
+        assert core <= {*chosen} | {*left.rpartition(": ")[2].split()}
+        ran |= {*chosen}
+    assert core <= ran

@@ -317,7 +317,7 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
     out = exported_before(tmp_path / "out")
     done = quantmoe("export", QWEN, out, *(["--dry-run"] if dry else []))
     assert done.code == 1
-    assert done.line == f"quantmoe: {out}/model.onnx exists; --force replaces an earlier export"
+    assert done.line == f"quantmoe: {out}/model.onnx exists; --force (in Python, force=True) replaces an earlier export"
     assert not done.imported & {"torch", "transformers"}
     assert [path.name for path in out.iterdir()] == ["model.onnx"]
 

@@ -57,7 +57,7 @@ def _check_names(folder: Path, names: Iterable[str], force: bool) -> None:
         if os.path.lexists(path) and name not in ours:
             raise FileExistsError(f"{path} exists and no export is known to have written it; export to another folder")
         if os.path.lexists(path) and not force:
-            raise FileExistsError(f"{path} exists; --force replaces an earlier export")
+            raise FileExistsError(f"{path} exists; --force (in Python, force=True) replaces an earlier export")
 
 
 def remove(folder: Path) -> None:

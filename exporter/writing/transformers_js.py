@@ -31,7 +31,7 @@ def check_onnx_folder(output: Path, force: bool) -> None:
     if os.path.lexists(folder) and not _is_own(folder):
         raise FileExistsError(f"{folder} exists and no export is known to have written it; export to another folder")
     if os.path.lexists(folder) and not force:
-        raise FileExistsError(f"{folder} exists; --force replaces an earlier export")
+        raise FileExistsError(f"{folder} exists; --force (in Python, force=True) replaces an earlier export")
 
 
 def write_onnx_folder(output: Path) -> None:

@@ -212,7 +212,7 @@ class Chat:
 
     Raises:
         ModelError: there is no tokenizer.json, or a file is damaged.
-        OptionError: there is no chat template for ``arguments``.
+        OptionError: ``model`` is no Generator, or there is no chat template for ``arguments``.
     """
 
     def __init__(
@@ -222,6 +222,8 @@ class Chat:
         cache: Cache | None = None,
         arguments: TemplateArguments | None = None,
     ):
+        if not isinstance(model, Generator):
+            raise OptionError(f"model is {reprlib.repr(model)}, expected a Generator, as quantmoe.Generator(folder)")
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
         self.text.check_arguments(arguments)
@@ -612,7 +614,12 @@ class TextStream:
         if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
             self.stopped = True
             return text[: min(found)]
-        ends = (len(text) - n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        ends = (
+            len(text) - n
+            for stop in self._stop
+            for n in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:n])
+        )
         at = min(ends, default=len(text))
         self._held = text[at:]
         return text[:at]

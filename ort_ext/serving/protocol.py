@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -31,6 +32,22 @@ Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 Id = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Text = Annotated[StrictStr, Field(min_length=1)]
+
+
+def _at_most(texts: int) -> BeforeValidator:
+    """Return a check of a long list's entries at once: pydantic makes an error for each of them and each type."""
+
+    def check(value: Any) -> Any:
+        lists = [value, *(entry for entry in value if isinstance(entry, list))] if isinstance(value, list) else []
+        for found in lists:
+            if len(found) > texts and not all(type(entry) is int and 0 <= entry < 2**31 for entry in found):
+                raise ValueError(
+                    f"has a list of {len(found)} entries, expected token ids, or at most {texts} texts or lists of "
+                    "token ids"
+                )
+        return value
+
+    return BeforeValidator(check)
 
 
 class Options(BaseModel):
@@ -108,12 +125,13 @@ class Ask(Options):
 class AskText(Ask):
     """A request to /v1/completions."""
 
-    prompt: (
+    prompt: Annotated[
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=ANSWERS)]
         | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=ANSWERS)]
-    )
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=ANSWERS)],
+        _at_most(ANSWERS),
+    ]
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -127,12 +145,13 @@ class AskText(Ask):
 class AskVectors(Options):
     """A request to /v1/embeddings."""
 
-    input: (
+    input: Annotated[
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=TEXTS)]
         | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=TEXTS)]
-    )
+        | Annotated[list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=TEXTS)],
+        _at_most(TEXTS),
+    ]
     model: StrictStr | None = Field(None, description="the name in /v1/models")
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None

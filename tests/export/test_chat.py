@@ -188,6 +188,22 @@ def talking(exported, tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_long_stop_string_is_compared_with_the_text_that_is_there() -> None:
+    """Only as many of its beginnings as there are characters, whatever a client sends."""
+
+    class Counted(str):
+        beginnings = 0
+
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            Counted.beginnings += 1
+            return super().__getitem__(key)
+
+    tokenizer = byte_level()
+    ids = tokenizer.encode("xx, xx").ids
+    assert "".join(TextStream(tokenizer, [Counted("x" * 100_000)]).pieces(ids)) == "xx, xx"
+    assert 0 < Counted.beginnings < 100
+
+
 @pytest.mark.parametrize("where", ["file", "configuration", "by name"])
 def test_templates_are_rendered_as_transformers_does(talking: Path, tmp_path: Path, where: str) -> None:
     folder = shutil.copytree(talking, tmp_path / "model")
@@ -437,6 +453,8 @@ def test_a_message_that_is_too_long_alone_leaves_the_conversation_as_it_was(talk
     assert chat.messages == messages
     assert chat.messages[-1]["content"] == first
     assert "".join(chat.reply("more", 5))
+    with pytest.raises(OptionError, match=r"^model is '.*', expected a Generator, as quantmoe.Generator\(folder\)"):
+        Chat(str(talking))  # type: ignore[arg-type]
     for wrong in (5, None, ["hello"]):
         with pytest.raises(OptionError, match=r"^message is .*, expected text"):
             chat.reply(wrong)

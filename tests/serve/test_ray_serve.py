@@ -165,10 +165,7 @@ def test_chat() -> None:
 
 
 def test_refusals() -> None:
-    assert refused("/v1/completions", prompt=PROMPT, max_tokens=0) == (
-        400,
-        "max_tokens: Input should be greater than or equal to 1",
-    )
+    assert refused("/v1/completions", prompt=PROMPT, max_tokens=0) == (400, "max_tokens is 0, expected at least 1")
     assert refused("/v1/chat/completions", messages=[])[0] == 400
     assert refused("/v1/completions", prompt=PROMPT, stop=list("abcde"))[0] == 400
 

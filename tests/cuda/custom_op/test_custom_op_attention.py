@@ -17,7 +17,11 @@ from cuda.ort import ATTENTION, LATENT, STREAM, attention_shapes, gpu, run, valu
         ("qk_norm", "all", 'qk_norm is "all", the operator defines: none, head, row'),
         ("head_size", 80, "head_size is 80 and v_head_size 64, the CUDA kernels take 64, 96, 128"),
         ("num_heads", 7, "kv_num_heads is 2, expected a divisor of num_heads 7"),
-        ("key_split", 32, "head_size is 64, v_head_size 64 and key_split 32, of latent attention the CUDA kernels"),
+        (
+            "key_split",
+            32,
+            "head_size is 64 and key_split 32, of keys that are their values the CUDA kernels take 512 and 0 or 256",
+        ),
     ],
 )
 def test_wrong_attention(driver, fake, name, new, message):
