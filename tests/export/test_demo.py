@@ -69,9 +69,7 @@ def test_an_earlier_export_is_replaced_when_asked_only(exported, tmp_path, monke
     """In the words of export, before any work."""
     out = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "demo-model")
     before = contents(out)
-    with pytest.raises(
-        FileExistsError, match=r"model\.onnx exists; --force \(in Python, force=True\) replaces an earlier export"
-    ) as refused:
+    with pytest.raises(FileExistsError, match=r"model\.onnx exists; --force \(in Python, force=True\) repl") as refused:
         export(FIXTURES / "quark-int4", out)
     monkeypatch.chdir(tmp_path)
     demo = ["demo", "--checkpoint", str(FIXTURES / "quark-int4"), "--max-new-tokens", "2"]
