@@ -263,14 +263,19 @@ class Server:
                 except queue.Empty:
                     return
                 fields = {"prompt": asked.prompt, "max_tokens": asked.count, "temperature": 0, "ignore_eos": True}
-                body = json.dumps(fields | {"stream": True}).encode()
+                body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}}).encode()
                 headers = {"Content-Type": "application/json"}
                 asked.asked = time.perf_counter()
                 with urllib.request.urlopen(
                     urllib.request.Request(f"{self.address}/v1/completions", body, headers)
                 ) as got:
                     for line in got:
-                        if line.startswith(b"data: {") and len(asked.came) < asked.count:  # not what follows the text
+                        if not line.startswith(b"data: {"):
+                            continue
+                        if b"completion_tokens" in line:  # a token without text of its own comes with a later one
+                            missing = json.loads(line[6:])["usage"]["completion_tokens"] - len(asked.came)
+                            asked.came += [time.perf_counter()] * missing
+                        elif len(asked.came) < asked.count:  # not what follows the text
                             asked.came.append(time.perf_counter())
 
         threads = [threading.Thread(target=ask) for _ in range(concurrent)]
