@@ -188,9 +188,8 @@ class Generator(OpenedModel):
         lengths = {"chunk": chunk, "capacity": capacity, "drafts": drafts, "max_length": max_length, "batch": batch}
         sizes = {"ram": ram, "gpu_memory": gpu_memory, "reserve": reserve}
         _check_options(device, experts, lengths | {"num_logits": num_logits}, sizes=sizes)
-        if (ram, reserve) != (None, None) and experts not in ("disk", "auto") and not of_device(device).on_gpu:
-            asked = "ram" if ram is not None else "reserve"
-            raise OptionError(f"{asked} is {sizes[asked]}, but experts is {experts}, expected disk or auto")
+        if ram is not None and experts not in ("disk", "auto") and not of_device(device).on_gpu:
+            raise OptionError(f"ram is {ram}, but experts is {experts}, expected disk or auto")
         need_count("threads", threads, 0)
         if drafts is not None and speculate is None:
             raise OptionError(f"drafts is {drafts}, but speculate is None, expected one of: ngram, mtp, a folder")

@@ -37,13 +37,13 @@ class Answers:
         choices = [self._choice(index, events, streamed=False) for index, events in enumerate(self._events)]
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def part(self, index: int, event: Event, usage: bool) -> dict[str, Any] | None:
-        """Return the object with one more token of an answer; None: the token has nothing to send.
+    def part(self, index: int, events: Sequence[Event], usage: bool) -> dict[str, Any] | None:
+        """Return the object with more tokens of an answer; None: they have nothing to send.
 
         Args:
-            usage: the last object has :meth:`usage`.
+            events: one or more. usage: the last object has :meth:`usage`.
         """
-        choice = self._choice(index, [event], streamed=True)
+        choice = self._choice(index, events, streamed=True)
         if not any(value for name, value in choice.items() if name != "index"):
             return None
         return self._head | {"object": self.chunk, "choices": [choice]} | ({"usage": None} if usage else {})
@@ -142,10 +142,12 @@ class ChatAnswers(Answers):
     ):
         super().__init__(model, tokenizer, prompts, requests)
         self._parsers = [parser() for _ in requests]
+        self._begun = [False] * len(requests)
 
     def _said(self, index: int, text: str, ends: str | None, streamed: bool) -> dict[str, Any]:
         parser = self._parsers[index]
-        begin = {} if self._counts[index] > 1 else {"role": "assistant", "content": ""}
+        begin = {} if self._begun[index] else {"role": "assistant", "content": ""}
+        self._begun[index] = True
         deltas = parser.push(text) + (parser.end() if ends else [])
         said = {"delta": begin | _delta(deltas)} if streamed else {"message": parser.reply.message()}
         return said | ({"finish_reason": "tool_calls"} if ends == "stop" and parser.reply.calls else {})

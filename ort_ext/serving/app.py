@@ -36,6 +36,8 @@ from quantmoe.serving.wrong_fields import wrong_field
 
 #: bytes of a request's body at most
 BODY = 4 << 20
+#: answers from which on they are sent in intervals, of so many seconds
+MANY, PAUSE = 16, 0.05
 #: tokens of an answer of /v1/completions, as OpenAI's
 TOKENS = 16
 #: path that needs no key, and all paths that are counted by name
@@ -113,21 +115,41 @@ class Door:
 
 
 class Mail:
-    """Events on the way from the scheduler's thread to an event loop, which one call of it brings together."""
+    """Events on the way from the scheduler's thread to an event loop, which one call of it brings together.
+
+    While more than MANY answers go on, calls are PAUSE seconds apart. Each answer then gets several tokens at once, in
+    one object: an object costs more than a token.
+
+    Attributes:
+        many: so many went on at the last call.
+    """
+
+    many = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self._items = loop, deque[tuple[asyncio.Queue[Any], Any]]()
+        self._next = 0.0
 
     def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
         """Send an item to a queue of the loop; for the scheduler's thread alone."""
         self._items.append((queue, item))
         if len(self._items) == 1:  # else a call is on its way, which takes this item, too
-            self.loop.call_soon_threadsafe(self._bring)
+            self.loop.call_soon_threadsafe(self._bring_in_time)
+
+    def _bring_in_time(self) -> None:
+        if (early := self._next - self.loop.time()) > 0:
+            self.loop.call_later(early, self._bring)
+        else:
+            self._bring()
 
     def _bring(self) -> None:
+        queues = set()
         while self._items:
             queue, item = self._items.popleft()
             queue.put_nowait(item)
+            queues.add(queue)
+        self.many = len(queues) > MANY
+        self._next = self.loop.time() + PAUSE if self.many else 0.0
 
 
 class Server:
@@ -234,7 +256,9 @@ class Server:
             refusing = partial(_refusing, self)
             with refusing():
                 first = await anext(events)  # an error before it has a status
-            return StreamingResponse(_lines(answers, first, events, usage, refusing), media_type="text/event-stream")
+            assert self._mail is not None  # _requests made it
+            lines = _lines(answers, first, events, usage=usage, refusing=refusing, mail=self._mail)
+            return StreamingResponse(lines, media_type="text/event-stream")
         with _refusing(self):
             async for found in events:
                 for index, event in found:
@@ -349,12 +373,24 @@ async def _events(
             request.gone = True
 
 
+def _objects(found: Sequence[tuple[int, Event]], *, together: bool) -> list[tuple[int, list[Event]]]:
+    """Return the number of an answer and its events for each object that a client gets."""
+    if not together:
+        return [(index, [event]) for index, event in found]
+    of_answers: dict[int, list[Event]] = {}
+    for index, event in found:
+        of_answers.setdefault(index, []).append(event)
+    return [*of_answers.items()]
+
+
 async def _lines(
     answers: Answers,
     found: list[tuple[int, Event]],
     events: AsyncIterator[list[tuple[int, Event]]],
+    *,
     usage: bool,
     refusing: Callable[[], contextlib.AbstractContextManager[None]],
+    mail: Mail,
 ) -> AsyncIterator[str]:
     """Yield the lines of server-sent events."""
 
@@ -363,7 +399,7 @@ async def _lines(
 
     try:
         while found:
-            parts = [answers.part(index, event, usage) for index, event in found]
+            parts = [answers.part(index, told, usage) for index, told in _objects(found, together=mail.many)]
             if lines := "".join(line(part) for part in parts if part is not None):
                 yield lines
             with refusing():

@@ -14,7 +14,7 @@ import pytest
 from tiny import make_float_checkpoint
 
 from quantmoe.exporter.cli import main
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.inspecting.expert_trace import Trace, read_trace
 from quantmoe.exporter.inspecting.fit import device_slots, file_slot_bytes, fit
@@ -268,6 +268,8 @@ def test_what_generate_leaves(exported, monkeypatch, tmp_path):
     Generator(folder, experts="disk")
     Generator(folder, experts="auto", max_length=7)
     Generator(folder, experts="disk", ram="auto", capacity=9)
+    with pytest.raises(OptionError, match=r"^ram is 1000000, but experts is None, expected disk or auto$"):
+        Generator(folder, ram=1_000_000)
     assert seen == [own + n * a_token for n in (length, 7, 9)]
     for options in ({}, {"experts": "host"}, {"experts": "disk", "ram": 1 << 28}):
         seen.clear()

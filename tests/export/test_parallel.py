@@ -911,7 +911,7 @@ def test_ranks_that_an_export_in_more_slices_left(checkpoint, tmp_path, monkeypa
             command(folder, tmp_path, tensor_parallel=2)
     plan(folder, tmp_path, tensor_parallel=2, force=True)
     before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_: None)
+    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_, **__: None)
     export(folder, tmp_path, tensor_parallel=2, force=True)
     gone = {f"rank{rank}/{name}" for rank in (2, 3, 4) for name in ("model.onnx", "config", "license")}
     gone = gone - {"rank3/config"} | {"rank2", "another/rank7/model.onnx"}
@@ -938,7 +938,7 @@ def test_slices_and_a_whole_model_do_not_mix(checkpoint, tmp_path, monkeypatch, 
         with pytest.raises(FileExistsError, match=text):
             begin(folder, tmp_path, **options)
     before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_: None)
+    monkeypatch.setattr("quantmoe.exporter.writing.convert._export", lambda *_, **__: None)
     export(folder, tmp_path, **options, force=True)
     assert before - {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == gone
 

@@ -48,7 +48,7 @@ for native.cpus in (lambda: 1), (lambda: 16):
     if found:
         used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
         resource.setrlimit(resource.RLIMIT_AS, (used + ({spare} << 20), used + ({spare} << 20)))
-    found.append(native.quantize(weight, "int4", 32, "f32").codes.tobytes())
+    found.append(native.quantize(weight, "int4", 32, scale_type="f32").codes.tobytes())
 assert found[0] == found[1]
 assert native.library().qm_probe_int8(16) >= 0  # its lanes do not wait for one that never starts
 """

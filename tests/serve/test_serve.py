@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ from support.chosen_there import choosing_there
 from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.runtime.choosing.constraint import RuleError
-from quantmoe.serving.app import BODY, Server, application
+from quantmoe.serving.answers import ChatAnswers, TextAnswers
+from quantmoe.serving.app import BODY, MANY, PAUSE, Mail, Server, _objects, application
+from quantmoe.serving.choosing import Chances
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.protocol import Message
 from quantmoe.serving.scheduler import Event, Request
@@ -177,6 +180,48 @@ def test_a_stream_has_the_same_text(client: openai.OpenAI) -> None:
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].text
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * 29
+
+
+def test_tokens_that_come_together_are_one_object(served: tuple[Server, int]) -> None:
+    """With the role in the first object, and the texts and chances of all tokens."""
+    events = [(n % 2, Event(text=part, token=5, chances=Chances(-1.0, [(5, -1.0)]))) for n, part in enumerate("abcd")]
+    assert _objects(events, together=False) == [(index, [event]) for index, event in events]
+    together = _objects(events, together=True)
+    assert [(index, "".join(event.text for event in told)) for index, told in together] == [(0, "ac"), (1, "bd")]
+    text = served[0].text
+    requests = [Request(ids=[1], max_new_tokens=4, tell=lambda _: None, top=1) for _ in range(2)]
+    for kind in (TextAnswers, partial(ChatAnswers, parser=partial(text.parser, [1]))):
+        answers = kind("m", text.tokenizer, [[1]], requests)
+        for begins in (True, False):
+            (choice,) = answers.part(*together[0], False)["choices"]
+            said = choice["text"] if "text" in choice else choice["delta"]["content"]
+            assert said == "ac"
+            assert begins == ("role" in choice.get("delta", {})) or "text" in choice
+            assert len(choice["logprobs"].get("content") or choice["logprobs"]["tokens"]) == 2
+        assert answers.usage()["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("answers", [MANY, MANY + 1])
+def test_many_answers_hear_in_intervals(answers: int) -> None:
+    """What comes while the mail waits is brought together, in its order."""
+    soon, later, now = list[Callable[[], None]](), list[tuple[float, Callable[[], None]]](), [5.0]
+    loop: Any = SimpleNamespace(
+        time=lambda: now[0], call_soon_threadsafe=soon.append, call_later=lambda *call: later.append(call)
+    )
+    mail, heard = Mail(loop), [asyncio.Queue[int]() for _ in range(answers)]
+    for token in range(3):
+        for queue in heard:
+            mail.put(queue, token)
+        while soon:
+            soon.pop()()
+        assert {queue.qsize() for queue in heard} == {token + 1 if answers == MANY else 1}
+        assert mail.many == (answers > MANY)
+        now[0] += 0.01
+    assert len(later) == (answers > MANY)
+    for seconds, call in later:
+        assert seconds == pytest.approx(PAUSE - 0.01)
+        call()
+    assert {tuple(queue.get_nowait() for _ in range(3)) for queue in heard} == {(0, 1, 2)}
 
 
 def test_requests_that_run_together_have_their_own_answers(
