@@ -136,7 +136,7 @@ FAMILIES = {
         fields=_dbrx_fields,
     ),
     "deepseek_ocr2": Family(text_class=("deepseek_ocr2", "DeepseekOcr2TextModel")),
-    "deepseek_v4": Family(gate="swiglu_clamp"),
+    "deepseek_v4": Family(names={".scale": ".weight_scale_inv"}, gate="swiglu_clamp"),
     "diffusion_gemma": Family(unsupported="diffusion, which writes many tokens at once"),
     "doge": Family(row_experts=True),
     "ernie4_5_vl_moe": Family(text_class=("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"), counts_some=True),
@@ -182,7 +182,9 @@ FAMILIES = {
     "longcat_flash": Family(hidden_act="silu", counts_some=True),
     "minimax_m3_vl": Family(gate="swiglu_oai"),
     "mistral4": Family(text_class=("mistral4", "Mistral4Model")),
-    "mistral_large4": Family(text_class=("mistral_large4", "MistralLarge4TextModel")),
+    "mistral_large4": Family(
+        names={".qscale_weight": ".weight_scale_inv"}, text_class=("mistral_large4", "MistralLarge4TextModel")
+    ),
     "mixtral": Family(genai="mistral"),
     "muse_spark": Family(text_class=("muse_spark", "MuseSparkTextModel"), norm_after_expert=True),
     "nllb-moe": Family(unsupported=_READS),

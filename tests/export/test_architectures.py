@@ -22,6 +22,7 @@ from genai import check_tokens
 from published import PUBLISHED, kept
 from safetensors.torch import load_file, save_file
 from sweeps import every
+from tiny import add_quantization, rewrite_linears
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
@@ -655,6 +656,30 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
     assert selection(own) == "6 tokens"
     blocks = IndexerSpec(num_heads=4, head_size=128, top_k=2048, num_groups=4, block_size=128, local_blocks=1)
     assert selection(blocks.attributes()) == "16 blocks of 128 tokens for each of 4 groups of heads"
+
+
+@pytest.mark.parametrize(("model_type", "leaf"), [("deepseek_v4", "scale"), ("mistral_large4", "qscale_weight")])
+def test_scales_of_blocks_have_their_published_names(tmp_path, model_type, leaf):
+    """As transformers 5.24's quantizer_finegrained_fp8.py renames them."""
+    experts = []
+    for name in (leaf, "weight_scale_inv"):
+        folder = tmp_path / name
+        make_checkpoint(folder, model_type)
+        tensors = load_file(next(folder.glob("*.safetensors")))
+        others = {key.removesuffix(".weight") for key in tensors if key.endswith(".weight") and ".experts." not in key}
+        left = rewrite_linears(
+            folder,
+            lambda weight, name=name: {
+                "weight": weight.to(torch.float8_e4m3fn),
+                name: torch.ones(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)),
+            },
+            ignore=sorted(others),
+        )
+        fields = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": left}
+        add_quantization(folder, fields)
+        experts.append(plan(folder, tmp_path / "onnx").layers)
+    assert experts[0] == experts[1]
+    assert "fp8_e4m3" in str(experts[0])
 
 
 @pytest.mark.every
