@@ -222,7 +222,7 @@ class Chat:
         cache: Cache | None = None,
         arguments: TemplateArguments | None = None,
     ):
-        if not isinstance(model, Generator):
+        if isinstance(model, str | Path):
             raise OptionError(f"model is {reprlib.repr(model)}, expected a Generator, as quantmoe.Generator(folder)")
         self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
