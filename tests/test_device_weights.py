@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.runtime import device, device_weights
+from quantmoe.runtime.opened_model import OpenedModel
 
 
 class HostBlock:
@@ -90,6 +93,17 @@ def test_a_session_runs_with_them_and_frees_them(model: Path) -> None:
     assert len(device_weights._HELD) == 1  # the table; MatMul has packed its weight
     assert np.array_equal(session.run(None, ids)[0], want)
     del session
+    gc.collect()
+    assert not device_weights._HELD
+
+
+@pytest.mark.usefixtures("host")
+def test_a_closed_model_keeps_none(model: Path) -> None:
+    opened = OpenedModel.__new__(OpenedModel)
+    opened._listing, opened._step_locks = threading.Lock(), weakref.WeakSet()
+    opened._weights = device_weights.device_weights(model)
+    opened._opened = _session(model, opened._weights)
+    opened.close()
     gc.collect()
     assert not device_weights._HELD
 

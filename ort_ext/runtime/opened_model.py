@@ -111,6 +111,8 @@ class OpenedModel:
         )
         #: tokens of a decode step, at most: runs of so many are CUDA graphs
         self.step_tokens = 1
+        #: initializers that live as the session
+        self._weights: list[tuple[str, Any]] = []
         self._opened: Any = self.in_turn(lambda: self._open(ort, threads, prefault, entries), runs=False)
         self._read_interface(speculate, num_logits)
 
@@ -126,6 +128,7 @@ class OpenedModel:
             while not step.acquire(timeout=0.01):
                 self.interrupt()  # again: at first a step may have no options yet
             step.release()
+        self._weights = []
 
     @property
     def session(self) -> Any:
@@ -171,7 +174,7 @@ class OpenedModel:
         try:
             with doing(str(self.path), self._on_gpu()):
                 if self.target.on_gpu:
-                    self._weights = reading.result()  # lives as the session
+                    self._weights = reading.result()
                     for name, value in self._weights:
                         options.add_initializer(name, value)
                 # its own second try, on the CPU, hides the first one's error
