@@ -105,7 +105,7 @@ def test_file(path: Path) -> None:
 
 
 def test_many_fields_are_given_by_name() -> None:
-    """Of dataclasses, at most five by position; ruff counts the arguments of functions (PLR0917)."""
+    """Dataclasses take at most five fields by position; ruff counts the arguments of functions (PLR0917)."""
 
     def by_position(node: ast.ClassDef) -> int:
         fields = [ast.unparse(field.annotation) for field in node.body if isinstance(field, ast.AnnAssign)]

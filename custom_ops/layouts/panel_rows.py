@@ -107,25 +107,17 @@ def panel_rows(spec: LinearSpec) -> PanelRows | None:
         )  # fmt: skip
     else:
         own = pieces(codes, block // group, rows * scales.itemsize, step=scales.itemsize, dtype=scales)
-        if bits == 8:  # two's complement
-            found = PanelRows(
-                rows=rows,
-                stride=stride,
-                group=group,
-                codes=pieces(0, block // 8, 32, step=8, dtype=np.int8, width=8),
-                zero=0,
-                factors=(own,),
-            )
-        else:
-            found = PanelRows(
-                rows=rows,
-                stride=stride,
-                group=group,
-                codes=pieces(0, block // 16, 64, step=8, dtype=np.uint8, width=8),
-                zero=8,
-                factors=(own,),
-                flip=0x88,
-            )
+        two_s = bits == 8  # two's complement
+        parts, step, dtype = (block // 8, 32, np.int8) if two_s else (block // 16, 64, np.uint8)
+        found = PanelRows(
+            rows=rows,
+            stride=stride,
+            group=group,
+            codes=pieces(0, parts, step, step=8, dtype=dtype, width=8),
+            zero=0 if two_s else 8,
+            factors=(own,),
+            flip=0 if two_s else 0x88,
+        )
     size = -(-spec.out_features // rows) * stride
     assert -(-size // 64) * 64 == cpu_panel.row_bytes(spec.moe, "w2"), (size, spec)
     return found

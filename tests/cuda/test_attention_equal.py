@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import attention
-import cuda_kernels
 import numpy as np
 import pytest
-from cuda.attention_cases import CALLS, DEVICE, EQUALS, LATENT_DEVICES, Inputs, check
+from cuda.attention_cases import CALLS, EQUALS, LATENT_DEVICES, Inputs, check
 from cuda.built import gpu, torch
 from cuda.test_attention_lists import LIST_CALLS, RUNS, listed, outputs
 
@@ -104,31 +102,3 @@ def test_bad_lists_reach_no_other_row(name: str, tokens: int) -> None:
     bad[0], bad[1] = a.selected[0], np.random.default_rng(1).integers(-(2**31), 2**31, bad.shape[1:])
     found, want = outputs(replace(a, selected=bad))[0], outputs(a)[0]
     assert torch.equal(found[0].view(torch.int16), want[0].view(torch.int16))
-
-
-@gpu
-@pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4, heavily", "glm-5.3-flash"])
-def test_a_graph_serves_every_position(name: str) -> None:
-    spec, size = EQUALS[name], 300
-    whole = Inputs.make(spec, "bf16", [(0, 1, 1999)], 1, 2000)
-    inputs = whole.on_device()
-    inputs[3].copy_(torch.tensor([[0, 1, 0]]))
-    p = cuda_kernels.attention_problem(spec, "bf16", 1, 1, 2000, 2000, lists=(1, size))
-    plan = cuda_kernels.plan_attention(p, cuda.query(0))
-    lists = torch.full((1, 1, 1, size), -1, dtype=torch.int32, device=DEVICE)
-    output = inputs[0].new_empty(1, 1, spec.num_heads * spec.v_head_size)
-    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        given = (*inputs, inputs[3], output, *inputs[1:3], workspace)
-        cuda_kernels.launch_attention(p, plan, *given, selected=lists)
-    for past in (0, size - 1, size, 1500, 1999):
-        rows = np.array([[0, 1, past]], np.int32)
-        own = replace(whole, tensors=(*whole.tensors[:3], rows, *whole.tensors[4:]))
-        own = replace(own, selected=attention.random_lists(rows.tolist(), 1, 1, size, own=True))
-        inputs[3].copy_(torch.from_numpy(rows))
-        lists.copy_(torch.from_numpy(own.selected))
-        graph.replay()
-        assert torch.equal(output.cpu().view(torch.int16), outputs(own)[0].view(torch.int16))
-        for cache, x in zip(whole.tensors[1:3], outputs(own)[1:], strict=True):
-            cache[:] = x.view(torch.int16).numpy().view(cache.dtype)  # with the token's key

@@ -8,7 +8,7 @@ import attention
 import cuda_kernels
 import numpy as np
 import pytest
-from cuda.attention_cases import CALLS, DEVICE, LATENT, LATENT_DEVICES, SPEC, Inputs, check
+from cuda.attention_cases import CALLS, DEVICE, EQUALS, LATENT, LATENT_DEVICES, SPEC, Inputs, check
 from cuda.built import gpu, torch
 from specs import attention_spec
 
@@ -218,10 +218,11 @@ def test_bad_lists_reach_no_other_row(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 @gpu
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "minimax-m3"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3.2", "minimax-m3", "deepseek-v4", "deepseek-v4, heavily", "glm-5.3-flash"]
+)
 def test_a_graph_serves_every_position(name: str) -> None:
-    spec, size = SPECS[name], 300
-    a = Inputs.make(spec, "bf16", [(0, 1, 0)], 1, 2000)
+    spec, size = (SPECS | EQUALS)[name], 300
     whole = Inputs.make(spec, "bf16", [(0, 1, 1999)], 1, 2000)
     inputs = whole.on_device()
     inputs[3].copy_(torch.tensor([[0, 1, 0]]))
@@ -236,7 +237,7 @@ def test_a_graph_serves_every_position(name: str) -> None:
         cuda_kernels.launch_attention(p, plan, *given, selected=lists)
     for past in (0, size - 1, size, 1500, 1999):
         rows = np.array([[0, 1, past]], np.int32)
-        own = replace(a, tensors=(*whole.tensors[:3], rows, *whole.tensors[4:]))
+        own = replace(whole, tensors=(*whole.tensors[:3], rows, *whole.tensors[4:]))
         own = replace(own, selected=attention.random_lists(rows.tolist(), 1, 1, size, own=True))
         inputs[3].copy_(torch.from_numpy(rows))
         lists.copy_(torch.from_numpy(own.selected))

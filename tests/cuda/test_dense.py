@@ -159,7 +159,7 @@ def test_parts_of_scales_of_two_levels(name, width, parts, dtype):
 @pytest.mark.parametrize("rows", [20, 100, 200])
 @pytest.mark.parametrize("name", ["q4_k", "q5_k"])
 def test_minima_that_cancel_scales(name, rows, dtype):
-    """As in files: a group's minimum is about the middle of its codes times its scale."""
+    """A group's minimum is about the middle of its codes times its scale, as in files."""
     m, spec, w = minima_like_files(name, rows)
     x = inputs(rows, spec.in_features, dtype)
     assert_close(launch(spec, w, x), x, m, dtype)

@@ -79,7 +79,7 @@ def test_each_of_the_kernels_is_here():
 
 
 def test_one_of_two_projections_has_scales_of_two_levels(monkeypatch):
-    """As a layer of a mixed file may: both are on wgmma."""
+    """Layers of mixed files have such pairs, and both are on wgmma."""
     monkeypatch.setattr(cuda, "library", native.library)
     spec = spec_of(2048, 768, 8)
     two = spec_of(2048, 768, 8, 256, K_QUANTS["q6_k"])

@@ -660,7 +660,7 @@ def test_a_target_without_a_kernel_of_indexers_has_standard_nodes(tmp_path: Path
 
 @pytest.mark.parametrize(("model_type", "leaf"), [("deepseek_v4", "scale"), ("mistral_large4", "qscale_weight")])
 def test_scales_of_blocks_have_their_published_names(tmp_path, model_type, leaf):
-    """As transformers 5.24's quantizer_finegrained_fp8.py renames them."""
+    """Names that transformers 5.24's quantizer_finegrained_fp8.py renames give the experts of the usual name."""
     experts = []
     for name in (leaf, "weight_scale_inv"):
         folder = tmp_path / name

@@ -832,7 +832,7 @@ def test_errors_do_not_name_the_servers_path(served: tuple[Server, int], monkeyp
 
 
 def test_a_hidden_token_sends_nothing(served: tuple[Server, int], client: openai.OpenAI) -> None:
-    """As marks of reasoning: each chunk but the first has something."""
+    """Marks of reasoning are such tokens. Each chunk except the first has something."""
     ask = partial(client.chat.completions.create, model="served", messages=MESSAGES, max_tokens=200, stream=True)
     with saying(served[0], "I look.</think>See."):
         chunks = [chunk.choices[0] for chunk in ask(extra_body={"chat_template_kwargs": {"enable_thinking": True}})]

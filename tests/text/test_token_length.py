@@ -21,7 +21,7 @@ WORDS = ["the sea was calm", "  ", "\n\n\n", "Ångström", "e\u0301", "U\u0308\u
 
 
 def in_bytes(**options: Any) -> Tokenizer:
-    """As GPT-2's and its successors'."""
+    """Return a tokenizer like the ones of GPT-2 and its successors."""
     found = Tokenizer(models.BPE(**options))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
