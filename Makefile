@@ -102,8 +102,9 @@ test test-every: build
 # Without a model or an engine, in less than a minute: sentences, operators' shapes, weight schemes, packed bytes, sampling.
 quick: build
 	$(UV) --group test
-	$(PYTEST) tests/test_style.py tests/test_schema.py tests/test_tensor_shapes.py tests/test_schemes.py tests/test_encodings.py \
-	  tests/test_sampling.py tests/layouts/test_golden.py tests/formats/test_config_groups.py
+	$(PYTEST) tests/house/test_style.py tests/house/test_encodings.py tests/house/test_folders.py tests/operators/test_schema.py \
+	  tests/operators/test_tensor_shapes.py tests/operators/test_schemes.py tests/runtime/test_sampling.py tests/layouts/test_golden.py \
+	  tests/formats/test_config_groups.py
 
 # Random nodes for SECONDS on every CPU kernel of this machine, against a reference written from FORMAT.md alone; NODE=i runs one that
 # failed. NumPy in one thread, as the matrices are small.
@@ -111,7 +112,7 @@ SECONDS ?= 30
 SEED ?= 0
 test-random: build
 	$(UV) --group test
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests/support python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random_nodes/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
 
 # quantmoe serve with 64 clients for five minutes; samples/ray_serve with two replicas, in an environment of Ray over this one.
@@ -132,7 +133,7 @@ test-real: build
 # How onnxruntime-genai's tokenizer differs from AutoTokenizer (docs/lab/genai-tokens.md).
 genai-differences: build
 	$(UV) --group test
-	PYTHONPATH=tests/support python tests/real/genai_differences.py
+	PYTHONPATH=tests python tests/real/genai_differences.py
 
 test-long: build
 	$(UV) --group test
@@ -392,7 +393,7 @@ lint: build
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	lint-imports --no-cache
 	mypy
-	mypy tests/typed_user.py docs/generate.py
+	mypy tests/house/typed_user.py docs/generate.py
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.folder.files import MODEL; MODEL.upper()'
 
 # The pages of docs/ as HTML; every link between the repository's pages is checked.

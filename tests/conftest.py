@@ -1,4 +1,4 @@
-"""What all tests share: interrupts and parts. Helpers are modules of `support`: `from cases import CASES`."""
+"""What all tests share: interrupts and parts. Helpers are modules of `support`: `from support.models.tiny import SIZES`."""
 
 import re
 import signal

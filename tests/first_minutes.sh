@@ -276,12 +276,12 @@ fi
 section "models of other tools, in the execution provider"
 existing=$work/existing/model.onnx
 mkdir "$work/existing"
-PYTHONPATH=tests/support${PYTHONPATH:+:$PYTHONPATH} python - "$existing" <<'PYTHON' || exit 1
+PYTHONPATH=tests${PYTHONPATH:+:$PYTHONPATH} python - "$existing" <<'PYTHON' || exit 1
 import sys
 import numpy as np
 import onnx_ir as ir
-from cases import Case
-from existing import moe
+from support.operators.cases import Case
+from support.models.existing import moe
 
 case = Case(weights=("int4", "f32", False), activation_format="none", bias=True)
 ir.save(moe(case, [case.expert(np.random.default_rng(e)) for e in range(case.experts)], np.float32), sys.argv[1])

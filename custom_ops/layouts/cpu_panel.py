@@ -4,7 +4,7 @@
 rows four columns at a time.
 
 Geometry, bytes and what attributes cannot say together are the library's (src/layouts/cpu_panel.h).
-tests/support/panels.py states the bytes once more, in NumPy.
+tests/support/operators/panels.py states the bytes once more, in NumPy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout ``marlin`` (FORMAT.md section 3): bytes the CUDA kernels read as tensor-core fragments.
 
 Geometry, bytes and what attributes cannot say together are the library's (src/layouts/marlin.h).
-tests/support/marlin_rows.py states the bytes once more, in NumPy.
+tests/support/operators/marlin_rows.py states the bytes once more, in NumPy.
 """
 
 from __future__ import annotations

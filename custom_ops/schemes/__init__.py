@@ -8,7 +8,7 @@ refuse a scheme by name until they carry it. ``cpu_panel`` carries it with
 - what a code is to a product: in ``panel_portable.cc``, ``panel_avx2.cc``, ``avx512_rows.h`` and ``neon_scaled.h``, or
   in each ``*_lanes.h`` for floats and K-quants;
 - its line in the tile tables of ``row_tile.h`` and ``neon.h``, or in ``KKind`` of ``k_tile.h``;
-- its bytes in ``tests/support/panels.py``.
+- its bytes in ``tests/support/operators/panels.py``.
 """
 
 from quantmoe.custom_ops.schemes import (

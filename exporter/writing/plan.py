@@ -24,8 +24,8 @@ from quantmoe.exporter.writing.prepare import Prepared, check_output, prepare, r
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
 
-#: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
-#: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
+#: measured by tests/export/writing/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written a CPU
+#: second of expert weights and of other weights, and seconds of tracing, whatever the number of layers
 PACKING, CONVERTING, TRACING = 242e6, 460e6, 20.0
 #: weights that --quantize q4_k, the slowest format, searches the scales of in a CPU second
 SEARCHING = 6.9e6

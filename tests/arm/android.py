@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from elf import check_segments
 from elftools.elf.elffile import ELFFile
+from support.harness.elf import check_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("QUANTMOE_ARM", ROOT / "build/arm/cmake"))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from attention import CACHES, CODES, SPECS, ragged
-from cases import CASES
-from linear_attention import CONVS, DELTAS, RAGGED, conv_inputs, delta_inputs
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.operators.attention import CACHES, CODES, SPECS, ragged
+from support.operators.cases import CASES
+from support.operators.linear_attention import CONVS, DELTAS, RAGGED, conv_inputs, delta_inputs
 
 from quantmoe.custom_ops import native
 

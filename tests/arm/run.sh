@@ -1,7 +1,7 @@
 #!/bin/bash
 # The Arm tests, on any Debian machine: builds the aarch64 wheel with g++-aarch64-linux-gnu and runs under qemu-user
 #   1. kleidiai_order: FORMAT.md as scalar code against KleidiAI's packers, quantizer and kernels
-#   2. digest.py here and there: every case of tests/support/cases.py gives the same bytes on both machines
+#   2. digest.py here and there: every case of tests/support/operators/cases.py gives the same bytes on both machines
 #   3. model.py here and there, when MODEL names an exported folder: greedy tokens and KL divergence
 #   4. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel, with CPU (default neoverse-n2)
 # and counts the instructions of products of every format.

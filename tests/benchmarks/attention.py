@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from attention_spec import spec_of
+from benchmarks.attention_spec import spec_of
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import AttentionSpec, optional_inputs

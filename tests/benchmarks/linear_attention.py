@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from attention_spec import delta_spec_of
+from benchmarks.attention_spec import delta_spec_of
 
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.ort_ext import library_path

@@ -455,7 +455,7 @@ def make(graphs: Sequence[Path], folder: Path, model: str, sizes: dict[str, Any]
     """Write a folder for each graph, named as it is, with random weights, genai_config.json and the library."""
     import onnx
     import onnx_ir as ir
-    from ort_cuda_bench import fill
+    from benchmarks.cuda.ort_cuda_bench import fill
 
     from quantmoe.benchmarks.random_checkpoint import CONFIGS
     from quantmoe.exporter.targets import CUDA

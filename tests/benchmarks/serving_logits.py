@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving import Own, Request, cancelled, texts
+from benchmarks.serving import Own, Request, cancelled, texts
 
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.generate import Generator

@@ -1,6 +1,6 @@
 """A token's time of layers of published sizes, with the nodes of sparse attention and in standard nodes.
 
-PYTHONPATH=tests/export:tests/support python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS | prompt] [MODEL]: the
+PYTHONPATH=tests python tests/benchmarks/sparse_attention.py FOLDER [ROUNDS | prompt] [MODEL]: the
 models stay in FOLDER. Their tokens are timed in turn; with prompt a prompt of each is. MODEL: deepseek_v32, one layer,
 or deepseek_v4, two layers, of 4 and of 128 tokens a compressed key.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from test_architectures import fields, make_checkpoint
+from export.architectures.test_architectures import fields, make_checkpoint
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.exporter.graph.architectures import deepseek_v4

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from elf import check_segments
+from support.harness.elf import check_segments
 
 import quantmoe
 from quantmoe.custom_ops import cuda

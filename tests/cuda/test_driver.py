@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda.built import gpu
+from support.cuda.built import gpu
 
 LIBRARY = os.environ.get("QUANTMOE_CUDA_DRIVER_LIBRARY", "")
 #: tests of each group of kernels: with tensor maps, clusters, host memory and graphs
 TESTS = (
-    *("test_cuda_linears.py::test_linear", "test_cuda_layers.py", "test_attention.py", "test_router_kernels.py"),
-    *("test_linear_attention.py", "test_expert_cache.py"),
+    *("moe/test_cuda_linears.py::test_linear", "moe/test_cuda_layers.py", "attention/test_attention.py"),
+    *("moe/test_router_kernels.py", "test_linear_attention.py", "moe/test_expert_cache.py"),
 )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import cuda_kernels as cuda
-import linear_attention
 import numpy as np
 import pytest
-from arithmetic import U
-from cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
-from linear_attention import Space, space_span
-from specs import conv_spec, delta_spec, space_spec
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
+from support.operators import linear_attention
+from support.operators.arithmetic import U
+from support.operators.linear_attention import Space, space_span
+from support.operators.specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec
 from quantmoe.custom_ops.ops.causal_conv import causal_conv

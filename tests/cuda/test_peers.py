@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cuda_kernels as cuda
 import numpy as np
 import pytest
-from cuda.built import NUMPY, TORCH, gpu, torch
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import NUMPY, TORCH, gpu, torch
 
 from quantmoe.custom_ops.op import NormSpec
 from quantmoe.custom_ops.reference import all_reduce

@@ -16,10 +16,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from benchmarks.parallel_cuda import run
-from children import PYTHONPATH, TESTS
-from cuda.built import torch
+from benchmarks.cuda.parallel_cuda import run
 from engines.test_reduce import write
+from support.cuda.built import torch
+from support.harness.children import PYTHONPATH, TESTS
 
 from quantmoe import ort_cuda_library_path
 from quantmoe.custom_ops.op import DOMAIN, NormSpec, ReduceNormSpec
@@ -193,9 +193,8 @@ def test_a_rank_that_is_killed_while_a_graph_waits_for_it(tmp_path: Path, rows: 
 @pytest.mark.parametrize("name", ["qwen3_moe+tp2-W4A16", "deepseek_v3+ep2-W4A16", "gpt_oss+tp2-MXFP4A16"])
 def test_slices(tmp_path: Path, name: str) -> None:
     """f16 beside PyTorch in float32: within TOLERANCE of what PyTorch itself is off in f16."""
-    paths = os.pathsep.join([PYTHONPATH, str(TESTS / "export")])
     command = [sys.executable, TESTS / "tensorrt" / "prepare.py", tmp_path, name]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": PYTHONPATH})
     noise = json.loads((tmp_path / name / "noise.json").read_text(encoding="utf-8"))["f16"]
     ids, logits = (np.load(tmp_path / name / f"{what}.npy")[0] for what in ("tokens", "logits"))
     folders = [tmp_path / name / "f16" / f"rank{rank}" for rank in range(2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from cuda.built import gpu
+from support.cuda.built import gpu
 
 import quantmoe
 from quantmoe.benchmarks.quality.evaluate import evaluate

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto
-from specs import attention_spec
+from support.operators.specs import attention_spec
 
 import quantmoe
 
@@ -21,7 +21,7 @@ if "QUANTMOE_TRT_DRIVER" not in os.environ:
 found = importlib.util.find_spec("tensorrt_rtx_libs")
 if found is None:
     pytest.skip("TensorRT-RTX is not installed", allow_module_level=True)
-from cuda.attention_model import attention_model  # noqa: E402
+from support.cuda.attention_model import attention_model  # noqa: E402
 
 from quantmoe.exporter.inspecting.inspect import inspect  # noqa: E402
 
@@ -36,7 +36,7 @@ SIZES |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_checkpoint
+    from support.models.tiny import make_checkpoint
 
     out = tmp_path_factory.mktemp("exported")
     for dtype, scheme in SCHEMES.items():
@@ -78,7 +78,7 @@ def test_engine(folder, tmp_path, dtype):
 
 def test_engine_without_its_experts(tmp_path_factory, tmp_path):
     """--external-experts: the plan is smaller by all of them, and says where they are."""
-    from tiny import make_checkpoint
+    from support.models.tiny import make_checkpoint
 
     made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", **SIZES | {"moe_intermediate_size": 768})
     sizes = {}
@@ -101,7 +101,7 @@ def test_engine_without_its_experts(tmp_path_factory, tmp_path):
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
-    from tiny import make_checkpoint
+    from support.models.tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
@@ -115,7 +115,7 @@ def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
 
 
 def test_engine_of_lightning_attention(tmp_path_factory, tmp_path):
-    from tiny import make_checkpoint
+    from support.models.tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -132,11 +132,10 @@ def state_of(model: Path) -> ir.Shape:
     return state.shape
 
 
-def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "export")
-    from test_hybrid import rewritten
-    from test_mtp import REWRITE
-    from tiny import make_checkpoint
+def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path):
+    from export.architectures.test_hybrid import rewritten
+    from export.generation.test_mtp import REWRITE
+    from support.models.tiny import make_checkpoint
 
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 96, "intermediate_size": 96}
     made = make_checkpoint(tmp_path_factory.mktemp("made"), "deepseek_v3", **sizes)
@@ -151,7 +150,7 @@ def test_engine_of_multi_token_prediction(tmp_path_factory, tmp_path, monkeypatc
 
 def test_engine_of_a_slice(tmp_path_factory, tmp_path):
     """A builder needs no other ranks and no NCCL. With --data-parallel the others are in the graph."""
-    from tiny import make_checkpoint
+    from support.models.tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 128}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import Case
-from engines.one_layer import in_threads, run, session, write_model
+from support.models.one_layer import in_threads, run, session, write_model
+from support.operators.cases import Case
 
 THREADS, RUNS = 8, int(os.environ.get("QUANTMOE_RUNS", 10_000))  # fewer under ThreadSanitizer
 

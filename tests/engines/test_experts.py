@@ -20,9 +20,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cases import CASES, Case
-from children import PYTHONPATH
-from engines.one_layer import NODE, in_threads, run, session, write_model
+from support.harness.children import PYTHONPATH
+from support.models.one_layer import NODE, in_threads, run, session, write_model
+from support.operators.cases import CASES, Case
 
 import quantmoe
 from quantmoe.exporter.errors import ModelError
@@ -558,7 +558,7 @@ SHARED = """
 import os, sys
 from pathlib import Path
 from engines.test_experts import LAYER, disk, run, session
-from engines.one_layer import in_threads
+from support.models.one_layer import in_threads
 path = Path(sys.argv[1])
 inputs = [LAYER.tokens(t, seed=t) for t in (1, 3, 20, 1, 7)]
 want = [run(session(path), *i).tobytes() for i in inputs]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
-from engines.one_layer import NODE, session, write_model
-from specs import moe_spec, projection
+from support.models.one_layer import NODE, session, write_model
+from support.operators.specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import PYTHONPATH
-from engines.one_layer import session, write_model
-from specs import moe_spec, projection
+from support.harness.children import PYTHONPATH
+from support.models.one_layer import session, write_model
+from support.operators.specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="n
 CHILD = """
 import sys
 from pathlib import Path
-from engines.one_layer import session
+from support.models.one_layer import session
 s = session(Path(sys.argv[1]), entries={"quantmoe.prefault": v for v in sys.argv[2:]})
 print("ready", flush=True)
 sys.stdin.read()
@@ -32,7 +32,7 @@ TRUNCATED = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from engines.one_layer import run, session
+from support.models.one_layer import run, session
 model = Path(sys.argv[1])
 s = session(model, entries={"quantmoe.prefault": v for v in sys.argv[2:]})
 rng = np.random.default_rng(1)

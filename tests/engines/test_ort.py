@@ -16,10 +16,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from cases import CASES, Case, Layer
-from children import PYTHONPATH
-from engines.one_layer import NODE, run, session, write_model
-from specs import moe_spec, projection
+from support.harness.children import PYTHONPATH
+from support.models.one_layer import NODE, run, session, write_model
+from support.operators.cases import CASES, Case, Layer
+from support.operators.specs import moe_spec, projection
 
 import quantmoe
 from quantmoe.custom_ops.layouts import cpu_panel
@@ -276,7 +276,7 @@ MEASURE = """
 import re, sys, time
 from pathlib import Path
 import numpy as np
-from engines.one_layer import run, session
+from support.models.one_layer import run, session
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from attention import CACHES, CODES, Inputs, assert_bytes, in_blocks, inputs
-from engines.one_layer import session
-from specs import attention_spec
+from support.models.one_layer import session
+from support.operators.attention import CACHES, CODES, Inputs, assert_bytes, in_blocks, inputs
+from support.operators.specs import attention_spec
 
 from quantmoe.custom_ops.op import DOMAIN, AttentionSpec, optional_inputs
 from quantmoe.custom_ops.op import inputs as inputs_of

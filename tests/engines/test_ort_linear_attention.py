@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from engines.one_layer import session
-from linear_attention import Conv, Delta, Space, assert_bytes, conv_inputs, delta_inputs, space_inputs
-from specs import conv_spec, delta_spec, space_spec
+from support.models.one_layer import session
+from support.operators.linear_attention import Conv, Delta, Space, assert_bytes, conv_inputs, delta_inputs, space_inputs
+from support.operators.specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops.op import DOMAIN
 from quantmoe.custom_ops.op import inputs as inputs_of

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import onnx_ir as ir
 import pytest
-from cases import Case
-from engines.one_layer import session
-from specs import linear_spec, routing_spec
+from support.models.one_layer import session
+from support.operators import native_kernels as native
+from support.operators.cases import Case
+from support.operators.specs import linear_spec, routing_spec
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, NormSpec, RoutingSpec, Spec, outputs

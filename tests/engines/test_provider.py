@@ -17,9 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from bounds import check, check_linear
-from cases import Case
-from existing import (
+from support.models.existing import (
     error,
     is_claimed,
     linear,
@@ -33,14 +31,16 @@ from existing import (
     session,
     with_input,
 )
-from specs import moe_spec, projection, routing_spec
+from support.operators.bounds import check, check_linear
+from support.operators.cases import Case
+from support.operators.specs import moe_spec, projection, routing_spec
 
 from quantmoe import ort_ext
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.reference import quant_moe, route
 
-#: float32 on both sides, sums in another order, as tests/export/test_target_ort.py
+#: float32 on both sides, sums in another order, as tests/export/targets/test_target_ort.py
 BOUND = 2e-5
 #: Half a step of 1/127 of a row's or block's largest is 0.4 % of it, in each of a layer's products, on both sides.
 ROUNDED = 0.05

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import PYTHONPATH
-from engines.one_layer import NODE, write_model
-from specs import moe_spec, projection
+from support.harness.children import PYTHONPATH
+from support.models.one_layer import NODE, write_model
+from support.operators.specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
 
@@ -24,7 +24,7 @@ CHILD = """
 import re, resource, sys
 from pathlib import Path
 import numpy as np
-from engines.one_layer import run, session
+from support.models.one_layer import run, session
 
 def limit(spare):
     used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -67,7 +67,7 @@ LOOP = """
 import os, re, resource, sys, threading
 from pathlib import Path
 import numpy as np
-from engines.one_layer import run, session
+from support.models.one_layer import run, session
 
 def used():
     return int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

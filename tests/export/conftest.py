@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch._export.utils
-from once import made_once
-from tiny import SIZES as SIZES_OF
-from tiny import make_checkpoint
+from support.harness.once import made_once
+from support.models.tiny import SIZES as SIZES_OF
+from support.models.tiny import make_checkpoint
 from torch.onnx._internal.exporter import _registration, _schemas
 from transformers import PreTrainedModel
 

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tiny import qparams
+from support.models.tiny import qparams
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint

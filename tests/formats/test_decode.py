@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import same_matrix, write_checkpoint
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from encoders import CASES, Case, awq, bit_stream, gptq, random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.checkpoints import same_matrix, write_checkpoint
+from support.models.encoders import CASES, Case, awq, bit_stream, gptq, random_matrix
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.inspecting.survey import survey

@@ -14,12 +14,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pages
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sweeps import every
+from support.harness import pages
+from support.harness.sweeps import every
 from transformers import AutoTokenizer
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS, cut

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from sweeps import every
+from support.harness.sweeps import every
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -78,7 +78,7 @@ def test_names_and_numbers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", every([*BRIEF, *sorted(set(NAMES) - set(BRIEF))], len(BRIEF)))
 def test_export(name: str, tmp_path: Path) -> None:
-    """The exported model gives transformers' logits, with the bound of tests/export/test_architectures.py."""
+    """The exported model gives transformers' logits, with the bound of export/architectures/test_architectures.py."""
     export(file(name, tmp_path), tmp_path / "out", activations="float", cache="f32", logits="all")
     generator = Generator(tmp_path / "out")
     assert difference(generator.step(LOGITS["ids"][None], generator.start())[0], name) < 2e-5

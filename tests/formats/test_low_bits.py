@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_gptq_checkpoint, same_matrix, write_checkpoint
-from encoders import CASES, bitsandbytes, hqq, random_matrix
-from sweeps import every
+from support.harness.sweeps import every
+from support.models.checkpoints import make_gptq_checkpoint, same_matrix, write_checkpoint
+from support.models.encoders import CASES, bitsandbytes, hqq, random_matrix
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing.choose import rounded

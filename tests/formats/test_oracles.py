@@ -5,20 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
 import torch
-from cases import Case
-from checkpoints import TINY, check_headers, make_checkpoint, make_gptq_checkpoint, same_matrix, write_checkpoint
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import dequantize, set_forward_quantized
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import save_file
-from specs import linear_spec
-from tiny import make_float_checkpoint, make_scheme, qparams
+from support.models.checkpoints import (
+    TINY,
+    check_headers,
+    make_checkpoint,
+    make_gptq_checkpoint,
+    same_matrix,
+    write_checkpoint,
+)
+from support.models.tiny import make_float_checkpoint, make_scheme, qparams
+from support.operators import native_kernels as native
+from support.operators.cases import Case
+from support.operators.specs import linear_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint

@@ -13,7 +13,7 @@ import pytest
 import torch
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformFactory, apply_transform_config
 from safetensors.torch import load_file, save_file
-from tiny import make_checkpoint, make_float_checkpoint
+from support.models.tiny import make_checkpoint, make_float_checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask

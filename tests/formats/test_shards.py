@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
+from support.models.checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from quantmoe.exporter.folder.files import LFS_POINTER

@@ -11,8 +11,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import check_layer, write_checkpoint
-from encoders import CASES
+from support.models.checkpoints import check_layer, write_checkpoint
+from support.models.encoders import CASES
 
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, Format, find_format, moe_layers, open_checkpoint

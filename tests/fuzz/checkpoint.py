@@ -25,10 +25,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from checkpoints import TINY, make_checkpoint, make_gptq_checkpoint, write_checkpoint
-from encoders import CASES, random_matrix
 from hostile.test_exported import one_layer_model
+from support.models.checkpoints import TINY, make_checkpoint, make_gptq_checkpoint, write_checkpoint
+from support.models.encoders import CASES, random_matrix
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import write_checkpoint, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.models.checkpoints import write_checkpoint, write_safetensors
 
 from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
 

@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from cases import Case
-from engines.one_layer import NODE, run, session, write_model
 from onnx import TensorProto, helper
+from support.models.one_layer import NODE, run, session, write_model
+from support.operators.cases import Case
 
 from quantmoe.exporter.folder.record import HASH, new_hash
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect

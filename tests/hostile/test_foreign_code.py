@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpoints import TINY, make_checkpoint, write_checkpoint
+from support.models.checkpoints import TINY, make_checkpoint, write_checkpoint
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from quantmoe.exporter.reading.formats import open_checkpoint

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TINY, make_checkpoint, write_checkpoint
-from specs import moe_spec
+from support.models.checkpoints import TINY, make_checkpoint, write_checkpoint
+from support.operators.specs import moe_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS

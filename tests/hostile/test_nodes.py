@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from cases import Case
-from existing import error, linear, moe, needs_provider, outputs, said, session, with_input
+from support.models.existing import error, linear, moe, needs_provider, outputs, said, session, with_input
+from support.operators.cases import Case
 
 #: ONNX Runtime says what is wrong itself, in the graph or in its kernel.
 REFUSED = "refused"

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import write_checkpoint
-from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.models.checkpoints import write_checkpoint
+from support.models.encoders import CASES, Case, random_matrix
 
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from attention import (
+from support.harness.sweeps import every
+from support.operators.attention import (
     CACHES,
     CODES,
     SPECS,
@@ -23,8 +24,7 @@ from attention import (
     selecting,
     selects,
 )
-from specs import attention_spec
-from sweeps import every
+from support.operators.specs import attention_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import AttentionSpec

@@ -15,15 +15,15 @@ import subprocess
 import sys
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
-from attention import SPECS, assert_bytes, ragged
-from cases import CASES, Case
-from children import PYTHONPATH
-from panels import reference_row
-from specs import linear_spec
-from sweeps import every
+from support.harness.children import PYTHONPATH
+from support.harness.sweeps import every
+from support.operators import native_kernels as native
+from support.operators.attention import SPECS, assert_bytes, ragged
+from support.operators.cases import CASES, Case
+from support.operators.panels import reference_row
+from support.operators.specs import linear_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
 import torch
-from arithmetic import SECOND, TINY, U
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
+from support.operators import native_kernels as native
+from support.operators.arithmetic import SECOND, TINY, U
 
 from quantmoe.custom_ops.hadamard_matrix import matrix
 from quantmoe.custom_ops.nodes import Hadamard

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from indexer import SPECS, Inputs, check, inputs
+from support.operators.indexer import SPECS, Inputs, check, inputs
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import IndexerSpec

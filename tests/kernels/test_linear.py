@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
-from arithmetic import Span, assert_within, quant_linear
-from bounds import check_linear, weights
-from cases import (
+from support.operators import native_kernels as native
+from support.operators.arithmetic import Span, assert_within, quant_linear
+from support.operators.bounds import check_linear, weights
+from support.operators.cases import (
     FLOAT_ACTIVATIONS,
     GGML,
     INT4,
@@ -22,7 +22,7 @@ from cases import (
     TABLES,
     Case,
 )
-from specs import linear_spec
+from support.operators.specs import linear_spec
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix

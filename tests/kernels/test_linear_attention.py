@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from linear_attention import (
+from support.operators.linear_attention import (
     CONVS,
     DELTAS,
     RAGGED,
@@ -28,7 +28,7 @@ from linear_attention import (
     space_inputs,
     space_span,
 )
-from specs import conv_spec, delta_spec, space_spec
+from support.operators.specs import conv_spec, delta_spec, space_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec, SpaceSpec

@@ -3,11 +3,13 @@
 import dataclasses
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
-from bounds import check
-from cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.operators import native_kernels as native
+from support.operators.bounds import check
+from support.operators.cases import (
     CASES,
     FLOAT_ACTIVATIONS,
     FP8,
@@ -21,8 +23,6 @@ from cases import (
     Case,
     Layer,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.matrix import QuantizedMatrix

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import ml_dtypes
-import native_kernels as native
 import numpy as np
 import pytest
-from cases import ROUTERS, assert_routed
+from support.operators import native_kernels as native
+from support.operators.cases import ROUTERS, assert_routed
 
 from quantmoe.custom_ops.op import RoutingSpec
 from quantmoe.custom_ops.reference import route

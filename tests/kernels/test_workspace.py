@@ -6,11 +6,11 @@ import ctypes
 import dataclasses
 from collections.abc import Iterator
 
-import native_kernels as native
 import numpy as np
 import pytest
-from cases import FLOAT_ACTIVATIONS, FP8, INT4, INT8_ACTIVATIONS, NVFP4, ROUTERS, Case
-from specs import linear_spec
+from support.operators import native_kernels as native
+from support.operators.cases import FLOAT_ACTIVATIONS, FP8, INT4, INT8_ACTIVATIONS, NVFP4, ROUTERS, Case
+from support.operators.specs import linear_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import MoESpec

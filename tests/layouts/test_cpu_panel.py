@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-import native_kernels as native
 import numpy as np
 import pytest
-from cases import CASES, WEIGHTS, Case, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from panels import reference_row, reference_rows
-from specs import linear_spec, moe_spec
+from support.operators import native_kernels as native
+from support.operators.cases import CASES, WEIGHTS, Case, assert_same
+from support.operators.panels import reference_row, reference_rows
+from support.operators.specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, marlin

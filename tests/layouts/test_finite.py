@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case
-from specs import linear_spec, moe_spec
+from support.operators.cases import Case
+from support.operators.specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS

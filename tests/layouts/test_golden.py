@@ -9,9 +9,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case
-from panels import ROWS, reference_panels
-from specs import linear_spec
+from support.operators.cases import Case
+from support.operators.panels import ROWS, reference_panels
+from support.operators.specs import linear_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix

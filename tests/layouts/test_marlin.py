@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import K_QUANTS, assert_same
-from cuda.formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marlin_rows import GROUPED, reference_row, reference_rows
-from specs import linear_spec, moe_spec
+from support.cuda.formats import FORMATS
+from support.operators.cases import K_QUANTS, assert_same
+from support.operators.marlin_rows import GROUPED, reference_row, reference_rows
+from support.operators.specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import same_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specs import linear_spec, moe_spec
+from support.models.checkpoints import same_matrix
+from support.operators.specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import qmoe

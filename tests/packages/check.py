@@ -13,10 +13,10 @@ from pathlib import Path
 
 import lief
 import pytest
-from elf import check_segments, newest_glibc
-from other_languages import run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.harness.elf import check_segments, newest_glibc
+from support.harness.other_languages import run
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from other_languages import ROOT, cmake, run
+from support.harness.other_languages import ROOT, cmake, run
 
 SAMPLES = ROOT / "samples/genai"
 PYTHON: list[str | Path] = [sys.executable, SAMPLES / "chat.py"]

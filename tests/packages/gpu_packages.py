@@ -9,7 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from nuget import dotnet
+
+from packages.nuget import dotnet
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
-from other_languages import CARGO, ROOT, cmake, quantmoe, run
+from support.harness.other_languages import CARGO, ROOT, cmake, quantmoe, run
 from tokenizers import Tokenizer
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized

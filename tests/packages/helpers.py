@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from other_languages import CARGO, ROOT, cmake, quantmoe, run
+from support.harness.other_languages import CARGO, ROOT, cmake, quantmoe, run
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 TURNS = {

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from other_languages import ROOT, RUNTIME, cmake, onnxruntime_headers, quantmoe, run
+from support.harness.other_languages import ROOT, RUNTIME, cmake, onnxruntime_headers, quantmoe, run
 
 SOURCE = ROOT / "packages/conan/test_package"
 

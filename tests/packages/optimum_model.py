@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from other_languages import ROOT, quantmoe, run
+from support.harness.other_languages import ROOT, quantmoe, run
 
 PROMPT = "The old house"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime_genai as og
+from real.vocabularies import VOCABULARIES, battery, make
 from transformers import AutoTokenizer
-from vocabularies import VOCABULARIES, battery, make
 
 HEAD = [
     "vocabulary",

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import other_languages
+from support.harness import other_languages
 
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.runtime.chat import TextStream

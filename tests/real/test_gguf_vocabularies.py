@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fetch import llama_cpp
+from real.fetch import llama_cpp
+from real.vocabularies import PACKAGES, VOCABULARIES, battery, package
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vocabularies import PACKAGES, VOCABULARIES, battery, package
 
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.writing.tokenizer import write_tokenizer

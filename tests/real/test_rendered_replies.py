@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_templates import templates
-from tiny import make_tokenizer
+from real.test_templates import templates
+from support.models.tiny import make_tokenizer
 
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.chat_template import Template

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from languages import of_python, of_transformers
+from real.languages import of_python, of_transformers
+from real.vocabularies import battery
 from transformers import AutoTokenizer
-from vocabularies import battery
 
 from quantmoe.exporter.writing.tokenizer import write_tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fetch import llama_cpp
-from published import PUBLISHED
-from tiny import make_tokenizer
-from vocabularies import PACKAGES, package
+from real.fetch import llama_cpp
+from real.vocabularies import PACKAGES, package
+from support.models.published import PUBLISHED
+from support.models.tiny import make_tokenizer
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.folder.chat_template import Template, folder_turns

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from trained import FILE, make, source
+from real.trained import FILE, make, source
 from transformers import AutoModelForCausalLM
 
 import quantmoe

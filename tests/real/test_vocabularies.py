@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from languages import LANGUAGES, NotHereError, of_transformers, texts_of
+from real.languages import LANGUAGES, NotHereError, of_transformers, texts_of
+from real.vocabularies import VOCABULARIES, Vocabulary, make
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from vocabularies import VOCABULARIES, Vocabulary, make
 
 pytestmark = pytest.mark.real
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fetch import npm
-from languages import of_transformers
-from tiny import make_checkpoint
+from real.fetch import npm
+from real.languages import of_transformers
+from support.models.tiny import make_checkpoint
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantmoe.exporter.writing.convert import export
 
-BATTERY = Path(__file__).parents[1] / "text/battery.json"
+BATTERY = Path(__file__).parents[1] / "runtime/battery.json"
 #: name -> package of npm, its version and integrity
 PACKAGES = {
     "Qwen3": (

@@ -29,11 +29,11 @@ import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from once import made_once
 from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import positive_data_acceptance
-from support.chosen_there import choosing_there
+from support.harness.once import made_once
+from support.models.chosen_there import choosing_there
 
 from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
@@ -240,8 +240,7 @@ def test_requests_together_have_the_logits_of_each_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the CPU of the same bytes. tests/benchmarks/serving_logits.py compares them on GPUs, by a bound."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    import serving_logits
+    from benchmarks import serving_logits
 
     command = ["serving_logits.py", str(folder), "--device", "cpu", "--count", "4", "--tokens", "8", "--length", "300"]
     monkeypatch.setattr(sys, "argv", [*command, "--bound", "0"])

@@ -1,6 +1,6 @@
 """CachedAttention in engines of that one node against float64, on this machine's GPU.
 
-    PYTHONPATH=tests:tests/support:tests/benchmarks python tests/tensorrt/attention.py BENCH LIBRARY
+    PYTHONPATH=tests python tests/tensorrt/attention.py BENCH LIBRARY
 
 BENCH is tensorrt_bench.cc of tests/benchmarks, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of
 each head's engine: rows of one batch that differ, prompts, single tokens; present in past's memory, in other memory of
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from cuda.attention_cases import CALLS, HEADS, TORCH, Inputs, check_results
-from cuda.attention_model import attention_model
-from tensorrt_bench import TYPES, Context, TensorRT
+from benchmarks.cuda.tensorrt_bench import TYPES, Context, TensorRT
+from support.cuda.attention_cases import CALLS, HEADS, TORCH, Inputs, check_results
+from support.cuda.attention_model import attention_model
 
 from quantmoe.custom_ops.op import AttentionSpec
 

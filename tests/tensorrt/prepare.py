@@ -1,6 +1,6 @@
 """Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
 
-    PYTHONPATH=tests/support:tests/export python tests/tensorrt/prepare.py FOLDER [NAME...]
+    PYTHONPATH=tests python tests/tensorrt/prepare.py FOLDER [NAME...]
 
 A name is ARCHITECTURE-SCHEME or VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; ARCHITECTURE+mtp-SCHEME is its layer of
 multi-token prediction, +tp2 and +ep2 its slices for two GPUs, of tensors and of experts, +external with its experts in
@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from test_hybrid import rewritten
-from test_mtp import KINDS, REWRITE
-from tiny import SIZES, make_checkpoint
+from export.architectures.test_hybrid import rewritten
+from export.generation.test_mtp import KINDS, REWRITE
+from support.models.tiny import SIZES, make_checkpoint
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.folder.metadata import SHARE_BUFFER

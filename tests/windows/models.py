@@ -1,4 +1,4 @@
-"""`models.py OUT`: the layers of tests/support/cases.py as models with inputs, and damaged ones, for run_models.cc."""
+"""`models.py OUT`: layers of support/operators/cases.py as models with inputs, and damaged ones, for run_models.cc."""
 
 import shutil
 import sys
@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from cases import CASES
-from one_layer import write_model
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.models.one_layer import write_model
+from support.operators.cases import CASES
 
 FLOAT, INT64 = 1, 7
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # usage: run.sh [MODEL]: what `make windows` left in build/windows, under wine with ONNX Runtime's own onnxruntime.dll of PyPI's wheel:
 #   1. the DLLs export what the Linux libraries do; quantmoe_ort.dll exports the C interface, too, which on Windows can clash with nobody's
-#   2. run_models.cc here and there: layers of tests/support/cases.py give the same bytes with each kernel, damaged models are refused alike
+#   2. run_models.cc here and there: layers of tests/support/operators/cases.py give the same bytes with each kernel, damaged models are refused alike
 #   3. run_packed.cc: the provider's cache under a name that is not ASCII, mapped, written anew while it is mapped, cut off
 #   4. the C++ sample on MODEL, in a folder whose name is not ASCII: the tokens of Linux
 # Says so and ends well where wine cannot be had, or starts nothing. Everything lands in build/windows-test.

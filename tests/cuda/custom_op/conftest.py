@@ -9,14 +9,14 @@ import pytest
 
 @pytest.fixture(scope="module")
 def driver():
-    from cuda.ort import Driver
+    from support.cuda.ort import Driver
 
     return Driver()
 
 
 @pytest.fixture(scope="module")
 def layer():
-    from cuda.layers import BASE, build
+    from support.cuda.layers import BASE, build
 
     return build(BASE)
 
@@ -24,7 +24,7 @@ def layer():
 @pytest.fixture
 def fake(driver):
     """Opens the adapter whose GPU is the test's, with session entries."""
-    from cuda.ort import FAKE
+    from support.cuda.ort import FAKE
 
     ctypes.CDLL(FAKE).driver_device(90, 132, 233472)
     driver.lib.driver_scratch_on_device(0)

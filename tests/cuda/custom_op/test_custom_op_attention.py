@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda.attention_cases import Inputs
-from cuda.built import TORCH, UNIT
-from cuda.ort import ATTENTION, LATENT, STREAM, attention_shapes, gpu, run, value
+from support.cuda.attention_cases import Inputs
+from support.cuda.built import TORCH, UNIT
+from support.cuda.ort import ATTENTION, LATENT, STREAM, attention_shapes, gpu, run, value
 
 
 @pytest.mark.parametrize(

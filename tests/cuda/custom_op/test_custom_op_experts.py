@@ -11,17 +11,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import cuda_kernels as cuda
-import native_kernels as native
 import numpy as np
 import pytest
 import torch
-from cuda.built import TORCH, UNIT
-from cuda.formats import FORMATS
-from cuda.layers import BASE, CASES, build, build_linear, of_format
-from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
-from sweeps import every
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import TORCH, UNIT
+from support.cuda.formats import FORMATS
+from support.cuda.layers import BASE, CASES, build, build_linear, of_format
+from support.cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
+from support.harness.sweeps import every
+from support.operators import native_kernels as native
 
 import quantmoe
 from quantmoe.custom_ops import reference

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda.ort import TYPES, constants
+from support.cuda.ort import TYPES, constants
 
 import quantmoe
 
@@ -68,7 +68,7 @@ def test_no_device(driver, layer):
 def test_real_runtime_registers_it(tmp_path: Path, layer):
     """A CPU-only ONNX Runtime loads and registers the library, and then finds no kernel for the node."""
     ort = pytest.importorskip("onnxruntime")
-    from engines.one_layer import write_model
+    from support.models.one_layer import write_model
 
     path = write_model(tmp_path / "m.onnx", layer[0], layer[2], layer[3], float_type="BFLOAT16")
     options = ort.SessionOptions()

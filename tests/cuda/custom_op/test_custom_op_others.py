@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.built import TORCH, UNIT
-from cuda.layers import build_linear
-from cuda.ort import LINEAR_CASE, NORM, ROUTER, ROUTER_SHAPES, ROUTING, STREAM, fails, gpu, run, value
+from support.cuda.built import TORCH, UNIT
+from support.cuda.layers import build_linear
+from support.cuda.ort import LINEAR_CASE, NORM, ROUTER, ROUTER_SHAPES, ROUTING, STREAM, fails, gpu, run, value
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.op import RowsSpec

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-import cuda_kernels as cuda
 import pytest
 import torch
-from cuda.ort import CONV, DELTA, FAKE, SPACE, STREAM, WINDOW, gpu, run, value
 from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs, tensor
-from specs import state_shapes
+from support.cuda import cuda_kernels as cuda
+from support.cuda.ort import CONV, DELTA, FAKE, SPACE, STREAM, WINDOW, gpu, run, value
+from support.operators.specs import state_shapes
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.structs import STRUCTS, Tensor, node

@@ -7,15 +7,15 @@ import pytest
 
 @pytest.fixture(scope="module")
 def driver():
-    from cuda.trt import Driver
+    from support.cuda.trt import Driver
 
     return Driver()
 
 
 @pytest.fixture
 def plugin(driver):
-    from cuda.plugin_layers import SPEC
-    from cuda.trt import attributes_of
+    from support.cuda.plugin_layers import SPEC
+    from support.cuda.trt import attributes_of
 
     made = driver.create(attributes_of(SPEC))
     assert made is not None, driver.log()
@@ -32,7 +32,7 @@ def others(driver):
 @pytest.fixture
 def fake(driver):
     """The plug-in with an H200 that is not there."""
-    from cuda.trt import Driver
+    from support.cuda.trt import Driver
 
     made = Driver(fake=True)
     made.lib.driver_device(90, 132, 233472)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
-import cuda_kernels as cuda
 import pytest
 import torch
-from cuda.attention_cases import Inputs, check_results
-from cuda.built import TORCH
-from cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
-from cuda.trt import RUNTIME, TYPES, attributes_of
-from specs import attention_spec
+from support.cuda import cuda_kernels as cuda
+from support.cuda.attention_cases import Inputs, check_results
+from support.cuda.built import TORCH
+from support.cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
+from support.cuda.trt import RUNTIME, TYPES, attributes_of
+from support.operators.specs import attention_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.structs import STRUCTS, Tensor, node

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cuda.plugin_layers import ATTENTION, CONV, DELTA, LINEAR, NORM, ROUTER, ROUTING, SPACE, SPEC, TOKEN_ROWS
-from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, attributes_of
+from support.cuda.plugin_layers import ATTENTION, CONV, DELTA, LINEAR, NORM, ROUTER, ROUTING, SPACE, SPEC, TOKEN_ROWS
+from support.cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, attributes_of
 
 from quantmoe.custom_ops.op import IndexerSpec, attribute_kinds
 

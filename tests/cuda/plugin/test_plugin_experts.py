@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
-import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
-from cuda.built import TORCH, UNIT
-from cuda.layers import BASE, build, build_linear, of_format
-from cuda.plugin_layers import DEVICES, LINEAR, ROWS, SPEC, SPECS, W, linear_tensors, tensors
-from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Field, Plugin, attributes_of, tensor
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import TORCH, UNIT
+from support.cuda.layers import BASE, build, build_linear, of_format
+from support.cuda.plugin_layers import DEVICES, LINEAR, ROWS, SPEC, SPECS, W, linear_tensors, tensors
+from support.cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Field, Plugin, attributes_of, tensor
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS

@@ -15,11 +15,11 @@ import torch
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
-import cuda_kernels as cuda
-from cuda.built import TORCH
-from cuda.layers import BASE, build
-from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, Driver, Plugin, attributes_of, tensor
 from engines.test_identity import identity
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import TORCH
+from support.cuda.layers import BASE, build
+from support.cuda.trt import BUILD, FIELD_TYPES, RUNTIME, Attribute, Driver, Plugin, attributes_of, tensor
 
 import quantmoe
 from quantmoe.custom_ops.op import MoESpec

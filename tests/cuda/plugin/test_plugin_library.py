@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda.plugin_layers import OPERATORS
-from cuda.trt import FIELD_TYPES
+from support.cuda.plugin_layers import OPERATORS
+from support.cuda.trt import FIELD_TYPES
 
 import quantmoe
 from quantmoe.custom_ops.op import attribute_kinds
@@ -54,7 +54,7 @@ def test_loggers_of_all_versions(version, plain):
 
 def run(code: str) -> str:
     """What a process of its own prints."""
-    head = "import ctypes, quantmoe\nfrom cuda.trt import *\n"
+    head = "import ctypes, quantmoe\nfrom support.cuda.trt import *\n"
     done = subprocess.run(
         [sys.executable, "-c", head + code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
@@ -121,6 +121,6 @@ def test_a_second_copy_of_the_library_is_not_registered(tmp_path):
 
 
 def test_without_a_known_tensorrt_messages_go_to_stderr():
-    code = "from cuda.trt import Driver\nd = Driver(0)\nassert d.create({}) is None\nassert not d.log()"
+    code = "from support.cuda.trt import Driver\nd = Driver(0)\nassert d.create({}) is None\nassert not d.log()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stderr == 'QuantMoE layer "experts": attribute op_version is required\n'

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
-import cuda_kernels as cuda
 import numpy as np
 import pytest
 import torch
-from cuda.built import UNIT
-from cuda.layers import BASE, build_linear
-from cuda.plugin_layers import (
+from support.cuda import cuda_kernels as cuda
+from support.cuda.built import UNIT
+from support.cuda.layers import BASE, build_linear
+from support.cuda.plugin_layers import (
     DEVICES,
     LINEAR,
     LINEAR_WORDS,
@@ -25,7 +25,7 @@ from cuda.plugin_layers import (
     routing_tensors,
     rows_tensors,
 )
-from cuda.trt import RUNTIME, TYPES, attributes_of
+from support.cuda.trt import RUNTIME, TYPES, attributes_of
 
 from quantmoe.custom_ops import reference
 

@@ -19,9 +19,9 @@ import torch
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
-from children import PYTHONPATH
-from cuda.plugin_rank import NODES, Node, drawn
-from cuda.trt import attributes_of, tensor
+from support.cuda.plugin_rank import NODES, Node, drawn
+from support.cuda.trt import attributes_of, tensor
+from support.harness.children import PYTHONPATH
 
 from quantmoe.custom_ops.op import NormSpec, ScatterSpec
 from quantmoe.custom_ops.reference import add_norm, all_gather, all_reduce, reduce_scatter
@@ -46,7 +46,7 @@ class Ranks:
                 | {"QUANTMOE_NCCL": str(NCCL), "TMPDIR": str(folder), "PYTHONPATH": PYTHONPATH}
                 | environments[rank % len(environments)]
             )
-            command = [sys.executable, "-m", "cuda.plugin_rank", json.dumps(own)]
+            command = [sys.executable, "-m", "support.cuda.plugin_rank", json.dumps(own)]
             options = {"env": environment, "cwd": Path(__file__).parents[2], "text": True}
             self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
 

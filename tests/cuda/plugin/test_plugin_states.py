@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
-import cuda_kernels as cuda
 import pytest
 import torch
-from cuda.plugin_layers import CONV, DELTA, DEVICES, SPACE, WINDOW, state_tensors
 from cuda.test_linear_attention import conv_inputs, delta_inputs, space_inputs
 from cuda.test_linear_attention import tensor as on_device
-from cuda.trt import RUNTIME, TYPES, attributes_of
-from specs import state_shapes
+from support.cuda import cuda_kernels as cuda
+from support.cuda.plugin_layers import CONV, DELTA, DEVICES, SPACE, WINDOW, state_tensors
+from support.cuda.trt import RUNTIME, TYPES, attributes_of
+from support.operators.specs import state_shapes
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import inputs

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/support")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-from cuda.formats import FLOATS, FORMATS, spec_of  # noqa: E402
-from cuda_kernels import Experts  # noqa: E402
-from specs import attention_spec, conv_spec, delta_spec, linear_spec, routing_spec, space_spec  # noqa: E402
+from support.cuda.cuda_kernels import Experts  # noqa: E402
+from support.cuda.formats import FLOATS, FORMATS, spec_of  # noqa: E402
+from support.operators.specs import attention_spec, conv_spec, delta_spec, linear_spec, routing_spec, space_spec  # noqa: E402
 
 from quantmoe.custom_ops import cuda, native  # noqa: E402
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RowsSpec, Spec  # noqa: E402

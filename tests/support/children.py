@@ -1,7 +1,0 @@
-"""What a test's child process needs to import what the test imports."""
-
-import os
-from pathlib import Path
-
-TESTS = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join(filter(None, [str(TESTS), str(TESTS / "support"), os.environ.get("PYTHONPATH")]))
