@@ -403,7 +403,7 @@ docs: build
 
 format: build
 	$(UV) --group lint
-	python -m quantmoe.custom_ops.schema
+	python -m quantmoe.custom_ops.op_def.schema
 	clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff format .
 	ruff check --fix .

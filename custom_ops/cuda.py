@@ -9,8 +9,8 @@ from functools import cache
 from quantmoe.custom_ops import library_file, native, native_name
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, Spec
-from quantmoe.custom_ops.structs import Shape, Tensor, check_structs, node
-from quantmoe.custom_ops.tensor_shapes import input_shapes
+from quantmoe.custom_ops.op_def.structs import Shape, Tensor, check_structs, node
+from quantmoe.custom_ops.op_def.tensor_shapes import input_shapes
 
 #: whose activations are of the same type
 FLOATS = ("bf16", "f16")

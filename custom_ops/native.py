@@ -23,8 +23,8 @@ from quantmoe.custom_ops.op import (
     Spec,
     enum,
 )
+from quantmoe.custom_ops.op_def.structs import Shape, check_structs, node, projection
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.custom_ops.structs import Shape, check_structs, node, projection
 
 _share = threading.local()
 

@@ -6,11 +6,11 @@ Torch-free and engine-free: the exporter, the layouts, the reference and the tes
 from __future__ import annotations
 
 from quantmoe.custom_ops import DOMAIN as DOMAIN
-from quantmoe.custom_ops import nodes
-from quantmoe.custom_ops.nodes import Projection as Projection
-from quantmoe.custom_ops.schema import Spec as Spec
-from quantmoe.custom_ops.schema import schema
-from quantmoe.custom_ops.tensor_shapes import named_size
+from quantmoe.custom_ops.op_def import nodes
+from quantmoe.custom_ops.op_def.nodes import Projection as Projection
+from quantmoe.custom_ops.op_def.schema import Spec as Spec
+from quantmoe.custom_ops.op_def.schema import schema
+from quantmoe.custom_ops.op_def.tensor_shapes import named_size
 
 
 def enum(kind: str) -> dict[str, int]:

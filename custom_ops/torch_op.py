@@ -19,7 +19,7 @@ import torch
 from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
-from quantmoe.custom_ops import nodes, reference
+from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import (
     DOMAIN,
@@ -33,8 +33,9 @@ from quantmoe.custom_ops.op import (
     optional_inputs,
     outputs,
 )
-from quantmoe.custom_ops.schema import Operator, schema
-from quantmoe.custom_ops.tensor_shapes import output_shapes
+from quantmoe.custom_ops.op_def import nodes
+from quantmoe.custom_ops.op_def.schema import Operator, schema
+from quantmoe.custom_ops.op_def.tensor_shapes import output_shapes
 
 #: (attributes, inputs) -> outputs: one tensor or a tuple
 Run = Callable[..., Any]

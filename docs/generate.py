@@ -18,7 +18,7 @@ import typer
 import quantmoe
 from quantmoe.benchmarks.bench import app as bench_commands
 from quantmoe.custom_ops.matrix import SCALE_DTYPES
-from quantmoe.custom_ops.schema import read, schema, split
+from quantmoe.custom_ops.op_def.schema import read, schema, split
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.folder import metadata as keys
@@ -42,12 +42,12 @@ MADE = "<!-- made by docs/generate.py -->\n"
 #: parts of pages -> modules whose docstrings they are
 NOTES = {
     "long-rope": "exporter/graph/long_rope.py",
-    "mamba-2": "exporter/graph/modules/state_space.py",
-    "selective-scan": "exporter/graph/modules/selective_scan.py",
+    "mamba-2": "exporter/graph/modules/states/state_space.py",
+    "selective-scan": "exporter/graph/modules/states/selective_scan.py",
     "jetmoe": "exporter/graph/architectures/jetmoe.py",
     "doge": "exporter/graph/architectures/doge.py",
-    "inkling": "exporter/graph/architectures/inkling.py",
-    "inkling2": "exporter/graph/architectures/inkling2.py",
+    "inkling": "exporter/graph/architectures/extended_cache/inkling.py",
+    "inkling2": "exporter/graph/architectures/extended_cache/inkling2.py",
     "kv-cache": "exporter/reading/weights/kv_cache.py",
     "gguf": "exporter/reading/gguf/__init__.py",
     "genai": "exporter/writing/genai.py",

@@ -1,4 +1,4 @@
-"""What all tests share: interrupts and parts. Helpers are modules of `support`: `from support.models.tiny import SIZES`."""
+"""What all tests share: interrupts and parts. Helpers are modules of `support`, imported as `support.models.tiny`."""
 
 import re
 import signal

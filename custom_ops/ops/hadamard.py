@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantmoe.custom_ops.hadamard_matrix import rotated
-from quantmoe.custom_ops.nodes import Hadamard
+from quantmoe.custom_ops.op_def.nodes import Hadamard
 
 
 def hadamard(spec: Hadamard, x: np.ndarray) -> np.ndarray:

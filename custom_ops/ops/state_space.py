@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantmoe.custom_ops.nodes import StateSpace
+from quantmoe.custom_ops.op_def.nodes import StateSpace
 from quantmoe.custom_ops.reference import check_rows, recur, sigmoid
 
 

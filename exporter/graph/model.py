@@ -36,8 +36,9 @@ from quantmoe.exporter.graph.config import configuration, whole
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.experts import check_experts, fit
 from quantmoe.exporter.graph.long_rope import follow_lengths, switch_of
-from quantmoe.exporter.graph.modules import latent, lightning, linear_attention, selective_scan, state_space
+from quantmoe.exporter.graph.modules import latent
 from quantmoe.exporter.graph.modules.shared_experts import recognise as recognise_shared
+from quantmoe.exporter.graph.modules.states import lightning, linear_attention, selective_scan, state_space
 from quantmoe.exporter.graph.placeholders import DTYPES, Stored, placeholder
 from quantmoe.exporter.graph.text_models import causal_model, renamings
 from quantmoe.exporter.memory import doing

@@ -18,7 +18,7 @@ from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of
-from quantmoe.exporter.graph.modules import latent, lightning, linear_attention, selective_scan, state_space
+from quantmoe.exporter.graph.modules import latent
 from quantmoe.exporter.graph.modules.attention import (
     MASKLESS,
     PROJECTIONS,
@@ -29,6 +29,7 @@ from quantmoe.exporter.graph.modules.norms import plain_norms
 from quantmoe.exporter.graph.modules.rotations import Rotate
 from quantmoe.exporter.graph.modules.routers import replace_routers
 from quantmoe.exporter.graph.modules.shared_experts import attach as attach_shared
+from quantmoe.exporter.graph.modules.states import lightning, linear_attention, selective_scan, state_space
 from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
 from quantmoe.exporter.graph.placeholders import placeholder
 from quantmoe.exporter.targets import Target

@@ -67,7 +67,7 @@ def grouped_attention(
         ValueError: naming an argument of ``UNSUPPORTED`` that is not None.
     """
     selected = None
-    if getattr(module, "indexed", False):  # exporter/graph/architectures/indexed.py
+    if getattr(module, "indexed", False):  # exporter/graph/architectures/extended_cache/indexed.py
         given = [others.pop(name, None) for name in ("indices", "block_indices")]
         selected = next((mask for mask in given if mask is not None), None)
     for name in UNSUPPORTED:

@@ -35,14 +35,7 @@ from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.lowering.paged import refusal as unpaged
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.modules import (
-    hyper_connections,
-    indexer,
-    latent,
-    linear_attention,
-    selective_scan,
-    token_windows,
-)
+from quantmoe.exporter.graph.modules import hyper_connections, indexer, latent, token_windows
 from quantmoe.exporter.graph.modules.attention import (
     GROUPED,
     RecognisedAttention,
@@ -50,6 +43,7 @@ from quantmoe.exporter.graph.modules.attention import (
     signature,
 )
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
+from quantmoe.exporter.graph.modules.states import linear_attention, selective_scan
 from quantmoe.exporter.graph.passes import run_passes
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_logits_type, set_state_type
 from quantmoe.exporter.graph.passes.placement import place_experts

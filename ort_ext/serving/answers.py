@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quantmoe.runtime.choosing.reply_parser import Delta, ReplyParser
+from quantmoe.serving.batching.scheduler import Event, Request
 from quantmoe.serving.protocol import finite
-from quantmoe.serving.scheduler import Event, Request
 
 
 class Answers:

@@ -27,10 +27,10 @@ from quantmoe.runtime.chat import TemplateArguments, Text
 from quantmoe.runtime.choosing.constraint import Grammar, RuleError
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
+from quantmoe.serving.batching.scheduler import BusyError, ClosedError, Event, Request, Scheduler
 from quantmoe.serving.embeddings import Embeddings
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.protocol import Ask, AskChat, AskText, AskVectors
-from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
 from quantmoe.serving.served_model import ServedModel
 from quantmoe.serving.wrong_fields import wrong_field
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
+from quantmoe.serving.batching.scheduler import BusyError
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.prompt_length import PromptLength
-from quantmoe.serving.scheduler import BusyError
 from quantmoe.serving.served_model import VECTOR, ServedModel
 
 

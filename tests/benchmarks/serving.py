@@ -179,8 +179,8 @@ class Own:
         from tokenizers import Tokenizer, decoders, models
 
         from quantmoe.runtime.chat import Text
+        from quantmoe.serving.batching.scheduler import Scheduler
         from quantmoe.serving.metrics import Metrics
-        from quantmoe.serving.scheduler import Scheduler
         from quantmoe.serving.served_model import ServedModel
 
         self.model = ServedModel(folder, device=device)  # type: ignore[arg-type]
@@ -204,8 +204,8 @@ class Own:
 
     def serve(self, requests: Sequence[Request], concurrent: int) -> None:
         """Fill in what came."""
-        from quantmoe.serving.scheduler import Event
-        from quantmoe.serving.scheduler import Request as Asked
+        from quantmoe.serving.batching.scheduler import Event
+        from quantmoe.serving.batching.scheduler import Request as Asked
 
         waiting, left, ended = list(reversed(requests)), len(requests), threading.Event()
         failed: list[Exception] = []

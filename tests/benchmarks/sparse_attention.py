@@ -19,7 +19,7 @@ import onnxruntime as ort
 from export.architectures.test_architectures import fields, make_checkpoint
 
 from quantmoe.benchmarks.random_checkpoint import CONFIGS
-from quantmoe.exporter.graph.architectures import deepseek_v4
+from quantmoe.exporter.graph.architectures.extended_cache import deepseek_v4
 from quantmoe.exporter.graph.modules import latent
 from quantmoe.exporter.writing.convert import export
 from quantmoe.runtime.generate import Generator

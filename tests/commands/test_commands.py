@@ -28,7 +28,7 @@ from support.harness.pages import generate
 from typer.testing import CliRunner
 
 from quantmoe.benchmarks.bench import app as benches
-from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.op_def.schema import schema
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.command_arguments import EXTRAS, listed

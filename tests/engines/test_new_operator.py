@@ -75,7 +75,8 @@ const CpuOperator cpu_running_sum = kCpuOperator<qm_running_sum, check, workspac
 #: everything that a program does with it, in the copy
 PROGRAM = """import json, sys
 import numpy as np, onnx_ir as ir, onnxruntime as ort, torch
-from quantmoe.custom_ops import nodes, torch_op
+from quantmoe.custom_ops import torch_op
+from quantmoe.custom_ops.op_def import nodes
 from quantmoe.custom_ops.ops.running_sum import running_sum
 
 spec = nodes.RunningSum(channels=5, factor=-1.5)
@@ -244,8 +245,8 @@ def test_the_libraries_for_gpus_compile(tree: Path) -> None:
     include = [f"-I{folder}" for folder in (tree, *folders)]
     engines = [f"-isystem{folder}" for folder in headers]
     for source in (
-        "trt_plugins/creator.cc",
-        "trt_plugins/plain.cc",
+        "trt_plugins/src/creator.cc",
+        "trt_plugins/src/plain.cc",
         "ort_ext/src/cuda/adapter.cc",
         "custom_ops/src/cuda/common/operators_plan.cc",
         "custom_ops/src/cuda/state/running_sum_plan.cc",

@@ -10,7 +10,7 @@ from support.harness.pages import DOCS, generate
 
 import quantmoe
 from quantmoe.benchmarks.bench import app as benches
-from quantmoe.custom_ops.schema import parse, read
+from quantmoe.custom_ops.op_def.schema import parse, read
 from quantmoe.exporter.cli import app
 
 ROOT = Path(__file__).parents[2]

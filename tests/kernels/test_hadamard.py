@@ -13,7 +13,7 @@ from support.operators import native_kernels as native
 from support.operators.arithmetic import SECOND, TINY, U
 
 from quantmoe.custom_ops.hadamard_matrix import matrix
-from quantmoe.custom_ops.nodes import Hadamard
+from quantmoe.custom_ops.op_def.nodes import Hadamard
 from quantmoe.custom_ops.ops.hadamard import hadamard
 
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmoe.custom_ops.schema import read
+from quantmoe.custom_ops.op_def.schema import read
 
 SOURCES = Path(__file__).parents[2] / "custom_ops"
 INTERNAL = """#include "core/parallel.h"

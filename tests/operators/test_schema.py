@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from quantmoe.custom_ops import native, nodes
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.c_calls import ERROR_SIZE
-from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, read, schema, stub
-from quantmoe.custom_ops.structs import STRUCTS, Value, check_structs, make_struct
+from quantmoe.custom_ops.op_def import nodes
+from quantmoe.custom_ops.op_def.schema import Schema, make_projection, make_spec, parse, read, schema, stub
+from quantmoe.custom_ops.op_def.structs import STRUCTS, Value, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[2] / "custom_ops"
 SPECS = [getattr(nodes, op) for op in schema().operators]
@@ -44,7 +45,7 @@ def routing_of(later: Schema) -> type:
 
 def test_the_stub_is_what_op_def_says() -> None:
     """make format"""
-    assert (SOURCES / "nodes.pyi").read_text(encoding="utf-8") == stub(schema())
+    assert (SOURCES / "op_def/nodes.pyi").read_text(encoding="utf-8") == stub(schema())
 
 
 @pytest.mark.parametrize("spec", SPECS)

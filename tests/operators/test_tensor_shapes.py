@@ -16,8 +16,6 @@ from support.operators.specs import (
     space_spec,
 )
 
-from quantmoe.custom_ops import tensor_shapes
-from quantmoe.custom_ops.nodes import Hadamard
 from quantmoe.custom_ops.op import (
     GatherSpec,
     IndexerSpec,
@@ -29,8 +27,10 @@ from quantmoe.custom_ops.op import (
     ScatterSpec,
     Spec,
 )
-from quantmoe.custom_ops.schema import schema
-from quantmoe.custom_ops.tensor_shapes import output_shapes
+from quantmoe.custom_ops.op_def import tensor_shapes
+from quantmoe.custom_ops.op_def.nodes import Hadamard
+from quantmoe.custom_ops.op_def.schema import schema
+from quantmoe.custom_ops.op_def.tensor_shapes import output_shapes
 
 W = projection("int4", 32, "f32", "none")
 ROUTING = routing_spec(6, 2, "softmax_topk", shared_experts=1, shared_gate=1)

@@ -32,7 +32,7 @@ BREAKING = """
 import os
 import sys
 if any("default_worker" in text for text in sys.orig_argv):
-    from quantmoe.serving.scheduler import Scheduler
+    from quantmoe.serving.batching.scheduler import Scheduler
     turn = Scheduler._turn
     def broken(self):
         try:

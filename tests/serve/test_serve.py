@@ -40,10 +40,10 @@ from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.runtime.choosing.constraint import RuleError
 from quantmoe.serving.answers import ChatAnswers, TextAnswers
 from quantmoe.serving.app import BODY, MANY, PAUSE, Mail, Server, _objects, application
-from quantmoe.serving.choosing import Chances
-from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.batching.choosing import Chances
+from quantmoe.serving.batching.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.batching.scheduler import Event, Request
 from quantmoe.serving.protocol import Message
-from quantmoe.serving.scheduler import Event, Request
 from quantmoe.serving.served_model import ServedModel
 
 DEMO = Path(__file__).parents[2] / "samples" / "demo_model"
@@ -316,7 +316,7 @@ def saying(server: Server, text: str) -> Iterator[None]:
             return next(self.left)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantmoe.serving.choosing.Sampler", Said)
+        patch.setattr("quantmoe.serving.batching.choosing.Sampler", Said)
         yield
 
 
@@ -903,7 +903,7 @@ def test_a_request_that_cannot_begin_is_told(
     served: tuple[Server, int], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as context:
-        context.setattr("quantmoe.serving.choosing.Sampler", None)
+        context.setattr("quantmoe.serving.batching.choosing.Sampler", None)
         with pytest.raises(openai.InternalServerError, match="TypeError: 'NoneType' object is not callable"):
             complete(client, PROMPTS[0], 5)
     assert settled(served[0])

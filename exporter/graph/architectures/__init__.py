@@ -21,13 +21,8 @@ from types import ModuleType
 from quantmoe.exporter.graph.architectures import (
     dbrx,
     deepseek_v2,
-    deepseek_v4,
     doge,
     ernie4_5_vl_moe,
-    glm5_next,
-    indexed,
-    inkling,
-    inkling2,
     jetmoe,
     llama4,
     longcat_flash,
@@ -36,8 +31,15 @@ from quantmoe.exporter.graph.architectures import (
     nemotron_h,
     openai_privacy_filter,
     phimoe,
-    qwen4_exp,
     step3p5,
+)
+from quantmoe.exporter.graph.architectures.extended_cache import (
+    deepseek_v4,
+    glm5_next,
+    indexed,
+    inkling,
+    inkling2,
+    qwen4_exp,
     zaya,
 )
 

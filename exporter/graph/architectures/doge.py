@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.doge import modeling_doge as doge
 
-from quantmoe.exporter.graph.architectures.indexed import chosen
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import chosen
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 

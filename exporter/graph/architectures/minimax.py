@@ -16,7 +16,7 @@ def configure(config: PreTrainedConfig) -> None:
 
 def prepare(model: PreTrainedModel) -> None:
     """Take a cache of keys, values and states as other models do. What decays is what config.json says
-    (modules/lightning.py), whether the checkpoint has tables of it or not."""
+    (modules/states/lightning.py), whether the checkpoint has tables of it or not."""
     for module in model.modules():
         if isinstance(module, modeling_minimax.MiniMaxModel):
             module.forward = MethodType(_model, module)  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from quantmoe.custom_ops.op import ConvSpec, IndexerSpec
 from quantmoe.custom_ops.ops.sparse_indexer import sparse_indexer as reference
 from quantmoe.exporter.graph.modules.attention import FAILURES, Unlike, line
-from quantmoe.exporter.graph.modules.linear_attention import convolve
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve
 
 
 def new_cache(config: Any, attention: Iterable[Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from quantmoe.custom_ops import torch_op  # noqa: F401
 from quantmoe.custom_ops.hadamard_matrix import matrix
-from quantmoe.custom_ops.nodes import Hadamard
+from quantmoe.custom_ops.op_def.nodes import Hadamard
 from quantmoe.exporter.reading.weights.rotations import Rotation
 
 #: rows of the largest matrix of a product; Hadamard's of more rows is a product of several

@@ -12,7 +12,7 @@ from support.cuda.ort import CONV, DELTA, FAKE, SPACE, STREAM, WINDOW, gpu, run,
 from support.operators.specs import state_shapes
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
+from quantmoe.custom_ops.op_def.structs import STRUCTS, Tensor, node
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quantmoe.custom_ops.schema import read
+from quantmoe.custom_ops.op_def.schema import read
 
 ROOT = Path(__file__).parents[3]
 NVCC = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvcc")

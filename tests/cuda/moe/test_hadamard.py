@@ -8,7 +8,7 @@ from support.cuda import cuda_kernels as cuda
 from support.cuda.built import NUMPY, SM80, TORCH, gpu, torch
 from support.operators import native_kernels as native
 
-from quantmoe.custom_ops.nodes import Hadamard
+from quantmoe.custom_ops.op_def.nodes import Hadamard
 
 SHAPES = [((1, 2048), 2048), ((3, 5, 96), 32), ((7, 3), 1), ((7, 6), 2), ((64,), 64), ((5, 8192), 8192),
           ((67, 192), 64), ((3, 1536), 512), ((0, 128), 128)]  # fmt: skip

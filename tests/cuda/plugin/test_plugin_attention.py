@@ -14,7 +14,7 @@ from support.cuda.trt import RUNTIME, TYPES, attributes_of
 from support.operators.specs import attention_spec
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
+from quantmoe.custom_ops.op_def.structs import STRUCTS, Tensor, node
 
 
 def test_attention_types(others):

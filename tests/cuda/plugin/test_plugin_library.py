@@ -14,7 +14,7 @@ from support.cuda.trt import FIELD_TYPES
 
 import quantmoe
 from quantmoe.custom_ops.op import attribute_kinds
-from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.op_def.schema import schema
 
 
 @pytest.mark.parametrize("op", list(schema().operators))

@@ -15,7 +15,7 @@ from support.operators.specs import state_shapes
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import inputs
-from quantmoe.custom_ops.structs import STRUCTS, Tensor, node
+from quantmoe.custom_ops.op_def.structs import STRUCTS, Tensor, node
 
 
 @pytest.mark.parametrize("spec", [CONV, DELTA, SPACE], ids=lambda spec: spec.OP)

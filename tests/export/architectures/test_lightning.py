@@ -18,7 +18,7 @@ from support.models import orders
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quantmoe.exporter.graph.model import Skeleton
-from quantmoe.exporter.graph.modules import lightning
+from quantmoe.exporter.graph.modules.states import lightning
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.writing.convert import export

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.modules.state_space import recognise
+from quantmoe.exporter.graph.modules.states.state_space import recognise
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError

@@ -10,10 +10,10 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.runtime import opened_model
 from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.generate import Generator
-from quantmoe.serving import batch_cache as served
-from quantmoe.serving.batch_cache import Rows
-from quantmoe.serving.prefixes import BLOCK
-from quantmoe.serving.scheduler import check_serves
+from quantmoe.serving.batching import batch_cache as served
+from quantmoe.serving.batching.batch_cache import Rows
+from quantmoe.serving.batching.prefixes import BLOCK
+from quantmoe.serving.batching.scheduler import check_serves
 
 FLOAT = {"activations": "float", "logits": "last"}
 

@@ -46,8 +46,8 @@ from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.opened_model import SPINNING
 from quantmoe.runtime.speculate import Head
-from quantmoe.serving.batch_cache import Rows
-from quantmoe.serving.scheduler import check_serves
+from quantmoe.serving.batching.batch_cache import Rows
+from quantmoe.serving.batching.scheduler import check_serves
 
 KINDS = ["qwen3_next", "deepseek_v3", "qwen3_5_moe_text", "glm4_moe", "mimo_v2_flash"]
 #: whose layer is the one after the last

@@ -20,9 +20,10 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 from quantmoe.exporter.choosing.described_model import Shared
-from quantmoe.exporter.graph.modules import indexer, latent, linear_attention, routers, shared_experts
+from quantmoe.exporter.graph.modules import indexer, latent, routers, shared_experts
 from quantmoe.exporter.graph.modules.attention import GROUPED, Called, Unlike, recognise
 from quantmoe.exporter.graph.modules.attention_inputs import Rows, attach
+from quantmoe.exporter.graph.modules.states import linear_attention
 from quantmoe.exporter.graph.passes.rank_collectives import meet, meet_before
 from quantmoe.exporter.graph.standard_attention import NAME
 from quantmoe.exporter.targets import CPU, CUDA

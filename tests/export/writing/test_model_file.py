@@ -43,7 +43,7 @@ def test_a_generator_is_imported_without_slow_packages(model: Path) -> None:
         "import sys; from pathlib import Path; from quantmoe.runtime.generate import Generator; "
         "from quantmoe.runtime.opened_model import shares_buffer_of; "
         f"assert shares_buffer_of(Path({str(model)!r})); "
-        "print({'onnx', 'onnx_ir', 'sympy', 'torch', 'quantmoe.custom_ops.schema'} & {*sys.modules})"
+        "print({'onnx', 'onnx_ir', 'sympy', 'torch', 'quantmoe.custom_ops.op_def.schema'} & {*sys.modules})"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

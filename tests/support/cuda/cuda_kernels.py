@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from quantmoe.custom_ops import native, nodes
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.c_calls import checked
 from quantmoe.custom_ops.cuda import (  # noqa: F401 - for those who import this
     H200,
@@ -35,8 +35,9 @@ from quantmoe.custom_ops.op import (
     RowsSpec,
     Spec,
 )
-from quantmoe.custom_ops.structs import Shape, Tensor, node
-from quantmoe.custom_ops.tensor_shapes import output_shapes
+from quantmoe.custom_ops.op_def import nodes
+from quantmoe.custom_ops.op_def.structs import Shape, Tensor, node
+from quantmoe.custom_ops.op_def.tensor_shapes import output_shapes
 
 if TYPE_CHECKING:
     import torch

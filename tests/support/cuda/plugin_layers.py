@@ -22,7 +22,7 @@ from support.operators.specs import (
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RowsSpec, inputs, outputs
-from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.op_def.schema import schema
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import quantmoe
 from quantmoe.custom_ops.op import Spec, inputs, outputs
-from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.op_def.schema import schema
 
 TYPES = {"f32": 0, "f16": 1, "i8": 2, "i32": 3, "bf16": 7, "i64": 8}  # nvinfer1::DataType
 FIELD_TYPES = {"f": 1, "i": 5, "s": 6, "i64": 10}  # nvinfer1::PluginFieldType

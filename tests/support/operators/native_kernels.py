@@ -17,8 +17,8 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     Spec,
 )
-from quantmoe.custom_ops.structs import Shape, Tensor, node
-from quantmoe.custom_ops.tensor_shapes import output_shapes
+from quantmoe.custom_ops.op_def.structs import Shape, Tensor, node
+from quantmoe.custom_ops.op_def.tensor_shapes import output_shapes
 
 #: qm_tensor's types of T, C and I
 _TYPES = TYPES | {np.dtype(np.int32): 3, np.dtype(np.int64): 4}

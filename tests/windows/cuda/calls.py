@@ -17,8 +17,8 @@ from support.operators.specs import attention_spec, conv_spec, delta_spec, linea
 
 from quantmoe.custom_ops import cuda, native  # noqa: E402
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RowsSpec, Spec  # noqa: E402
-from quantmoe.custom_ops.structs import Shape, Tensor, node  # noqa: E402
-from quantmoe.custom_ops.tensor_shapes import input_shapes, output_shapes  # noqa: E402
+from quantmoe.custom_ops.op_def.structs import Shape, Tensor, node  # noqa: E402
+from quantmoe.custom_ops.op_def.tensor_shapes import input_shapes, output_shapes  # noqa: E402
 
 HEADS = attention_spec(8, 2, 128, rotary_size=128)
 ROUTING = routing_spec(16, 4, "softmax_topk")

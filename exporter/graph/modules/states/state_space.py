@@ -40,7 +40,7 @@ from quantmoe.exporter.graph.modules.attention import (
     randomise,
 )
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import convolve, recurrent_state, widen
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve, recurrent_state, widen
 
 LINEARS = ("in_proj", "out_proj")
 #: in the node's order

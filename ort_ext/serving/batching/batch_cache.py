@@ -15,7 +15,7 @@ from quantmoe.runtime.buffer import Buffer
 from quantmoe.runtime.cache_memory import DecodeStep, Room, States
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.session_thread import SESSION_THREAD
-from quantmoe.serving.prefixes import BLOCK
+from quantmoe.serving.batching.prefixes import BLOCK
 
 
 class StepInputs:

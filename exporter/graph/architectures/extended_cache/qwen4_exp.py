@@ -19,7 +19,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
 
 from quantmoe.custom_ops.op import ConvSpec, IndexerSpec
 from quantmoe.exporter.graph.architectures import mrope
-from quantmoe.exporter.graph.architectures.indexed import (
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import (
     PackedCache,
     by_slot,
     chosen,
@@ -27,8 +27,8 @@ from quantmoe.exporter.graph.architectures.indexed import (
 )
 from quantmoe.exporter.graph.modules import pooled_keys, token_windows
 from quantmoe.exporter.graph.modules.attention import Called, Given, drawing, probe_of
-from quantmoe.exporter.graph.modules.linear_attention import convolve
-from quantmoe.exporter.graph.modules.state_parts import StatePart, divide, join
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve
+from quantmoe.exporter.graph.modules.states.state_parts import StatePart, divide, join
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: digits of a token's number plus 1, in base 256: every type of a graph has them exactly

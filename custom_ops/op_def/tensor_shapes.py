@@ -8,7 +8,7 @@ from functools import cache
 from types import CodeType, MappingProxyType
 from typing import Any
 
-from quantmoe.custom_ops.schema import Operator, schema
+from quantmoe.custom_ops.op_def.schema import Operator, schema
 
 
 def output_shapes(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from quantmoe.custom_ops.c_calls import checked
-from quantmoe.custom_ops.nodes import Projection
-from quantmoe.custom_ops.schema import Operator, Spec, schema
+from quantmoe.custom_ops.op_def.nodes import Projection
+from quantmoe.custom_ops.op_def.schema import Operator, Spec, schema
 
 
 def make_struct(operator: Operator) -> type[ctypes.Structure]:

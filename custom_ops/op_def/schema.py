@@ -1,6 +1,6 @@
 """Reads ``op.def``, and makes of it the dataclasses of nodes.py and the ctypes structs of structs.py.
 
-``python -m quantmoe.custom_ops.schema``, of ``make format``, writes nodes.pyi: nodes.py as type checkers see it.
+``python -m quantmoe.custom_ops.op_def.schema``, of ``make format``, writes nodes.pyi: nodes.py as type checkers see it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 Number = int | float | str
-NODES = "quantmoe.custom_ops.nodes"
+NODES = "quantmoe.custom_ops.op_def.nodes"
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def stub(schema: Schema) -> str:
         return [line(a.name, a.type.__name__ + " = ..." * (a.name in optional), a.comment) for a in found]
 
     decorator = "@dataclass(frozen=True, kw_only=True)"
-    blocks = [["from dataclasses import dataclass", "", "from quantmoe.custom_ops.schema import Spec"]]
+    blocks = [["from dataclasses import dataclass", "", "from quantmoe.custom_ops.op_def.schema import Spec"]]
     blocks.append([decorator, "class Projection:", *attributes(schema.projection)])
     for operator in schema.operators.values():
         prefixes = [line(prefix, "Projection") for prefix in operator.projections]

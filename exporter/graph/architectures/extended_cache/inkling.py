@@ -19,10 +19,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.inkling import modeling_inkling as inkling
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.graph.architectures.indexed import placed, visible
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import placed, visible
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import convolve
-from quantmoe.exporter.graph.modules.state_parts import StatePart, divide, join
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve
+from quantmoe.exporter.graph.modules.states.state_parts import StatePart, divide, join
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from quantmoe.custom_ops.schema import Spec
+from quantmoe.custom_ops.op_def.schema import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:

@@ -12,7 +12,7 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.folder.interface import BLOCK, present
 from quantmoe.runtime import device
 from quantmoe.runtime.buffer import Buffer
-from quantmoe.serving.prefixes import BLOCK as PART
+from quantmoe.serving.batching.prefixes import BLOCK as PART
 from quantmoe.serving.served_model import ServedModel
 
 

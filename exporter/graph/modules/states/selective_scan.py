@@ -39,7 +39,7 @@ from quantmoe.exporter.graph.modules.attention import (
     randomise,
 )
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import as_taken, convolve, recurrent_state, widen
+from quantmoe.exporter.graph.modules.states.linear_attention import as_taken, convolve, recurrent_state, widen
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored

@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from quantmoe.exporter.graph.architectures import deepseek_v4_nodes
-from quantmoe.exporter.graph.architectures.deepseek_v4_nodes import KIND as KIND
-from quantmoe.exporter.graph.architectures.indexed import chosen, placed
+from quantmoe.exporter.graph.architectures.extended_cache import deepseek_v4_nodes
+from quantmoe.exporter.graph.architectures.extended_cache.deepseek_v4_nodes import KIND as KIND
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import chosen, placed
 from quantmoe.exporter.graph.modules import hyper_connections, token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 

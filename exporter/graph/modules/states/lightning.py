@@ -32,7 +32,7 @@ from quantmoe.exporter.graph.modules.attention import (
     randomise,
 )
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import recurrent_state
+from quantmoe.exporter.graph.modules.states.linear_attention import recurrent_state
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.placeholders import Stored

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm5
 
 from quantmoe.custom_ops.op import IndexerSpec
-from quantmoe.exporter.graph.architectures.indexed import PackedCache, by_slot, chosen, placed
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import PackedCache, by_slot, chosen, placed
 from quantmoe.exporter.graph.modules import hyper_connections, pooled_keys, token_windows
 from quantmoe.exporter.graph.modules.attention import Called, Given, Unlike, drawing, probe_of
 from quantmoe.exporter.graph.standard_attention import grouped_attention

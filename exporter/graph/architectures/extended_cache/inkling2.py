@@ -26,11 +26,11 @@ from transformers.models.inkling2 import modeling_inkling2 as inkling2
 from transformers.models.inkling2_loop import modeling_inkling2_loop as looped
 
 from quantmoe.custom_ops.op import ConvSpec
-from quantmoe.exporter.graph.architectures.indexed import placed, visible
-from quantmoe.exporter.graph.architectures.inkling import taps_of_sum
+from quantmoe.exporter.graph.architectures.extended_cache.indexed import placed, visible
+from quantmoe.exporter.graph.architectures.extended_cache.inkling import taps_of_sum
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import convolve
-from quantmoe.exporter.graph.modules.state_parts import divide, join
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve
+from quantmoe.exporter.graph.modules.states.state_parts import divide, join
 
 #: as the reader calls it (FAMILIES) -> as transformers expects it in checkpoints
 NAMES = {"_sconv.weight_proj.weight": "_sconv.weight_proj"}

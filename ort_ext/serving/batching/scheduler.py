@@ -18,10 +18,10 @@ from quantmoe.runtime.cache import TAIL
 from quantmoe.runtime.chat import Text, TextStream
 from quantmoe.runtime.choosing.constraint import Constraint
 from quantmoe.runtime.choosing.sampling import check_sampling
-from quantmoe.serving.batch_cache import Rows
-from quantmoe.serving.choosing import Chances, Choosing, Chosen
-from quantmoe.serving.paged_cache import PagedRows
-from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
+from quantmoe.serving.batching.batch_cache import Rows
+from quantmoe.serving.batching.choosing import Chances, Choosing, Chosen
+from quantmoe.serving.batching.paged_cache import PagedRows
+from quantmoe.serving.batching.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.prompt_length import PromptLength
 from quantmoe.serving.served_model import ServedModel
 

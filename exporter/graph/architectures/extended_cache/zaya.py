@@ -15,7 +15,7 @@ from transformers.models.zaya.modeling_zaya import ZayaCCAProjection
 
 from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.graph.modules.attention_inputs import Rows
-from quantmoe.exporter.graph.modules.linear_attention import convolve
+from quantmoe.exporter.graph.modules.states.linear_attention import convolve
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
 

@@ -1,0 +1,1 @@
+"""Modules that keep a state in the place of keys and values, or beside them."""

@@ -1,0 +1,1 @@
+"""Requests that run together: the scheduler, their caches, and their next tokens."""
