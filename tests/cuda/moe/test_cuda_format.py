@@ -19,8 +19,8 @@ INCLUDE = [f"-I{ROOT / folder}" for folder in ("custom_ops/include", "custom_ops
 CODE = '#include "core/attributes.h"\nnamespace quantmoe { constexpr int32_t k_format_acme4 = 99; }\n'
 KERNELS = """
 #include "cuda/linear/select_linear.cuh"
-#include "cuda/instances/select_mma.cuh"
-#include "cuda/instances/select_wgmma.cuh"
+#include "cuda/gemm/select_mma.cuh"
+#include "cuda/gemm/select_wgmma.cuh"
 namespace quantmoe {
 template __global__ void moe_gemm_mma<__half, Acme4, 2, 1, false, false>(const __grid_constant__ GemmParams);
 template __global__ void moe_down_decode<__nv_bfloat16, Acme4, 2>(const __grid_constant__ GemmParams);

@@ -390,7 +390,7 @@ def test_plans_take_every_instance():
             p = cuda.linear_problem(replace(spec, in_features=columns, out_features=out), "bf16", rows)
             plan = cuda.plan(p, device)
             found.add(instance(plan, plan.w2, "Linear"))
-    text = (Path(__file__).parents[3] / "custom_ops/src/cuda/instances/instances.inc").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "custom_ops/src/cuda/gemm/instances.inc").read_text(encoding="utf-8")
     rows = re.findall(r"^QM_INSTANCE\((\w+), (\w+), (\w+), ([\w.]+), (\d+), [\w.]+, ([^,]+), ", text, re.MULTILINE)
     assert len(rows) == text.count("\nQM_INSTANCE(")
     counts = {"stages_of(1)": [3], "stages_of(2)": [2], "stages_of(f.units)": [2, 3], "kSpanStages": [3]}

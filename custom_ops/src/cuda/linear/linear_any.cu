@@ -1,4 +1,4 @@
-#include "cuda/instances/select_mma.cuh"
+#include "cuda/gemm/select_mma.cuh"
 #include "cuda/linear/select_linear.cuh"
 
 namespace quantmoe {

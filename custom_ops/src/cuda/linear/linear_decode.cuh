@@ -8,7 +8,7 @@
 // A warp's part of a row is a few turns. So blocks of one panel each would be filled and drained most of the time.
 // Without atomics and a second pass, every call gives equal bytes.
 #pragma once
-#include "cuda/moe/moe_gemm_mma.cuh"
+#include "cuda/gemm/moe_gemm_mma.cuh"
 
 namespace quantmoe {
 

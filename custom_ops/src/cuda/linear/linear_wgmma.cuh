@@ -19,7 +19,7 @@
 #include "cuda/common/kernels.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/formats/formats.h"
-#include "cuda/instances/instances.h"
+#include "cuda/gemm/instances.h"
 
 namespace quantmoe {
 

@@ -1,7 +1,7 @@
 // A linear's kernel on wgmma.
 #pragma once
+#include "cuda/gemm/select.cuh"
 #include "cuda/linear/linear_wgmma.cuh"
-#include "cuda/moe/select.cuh"
 
 namespace quantmoe {
 

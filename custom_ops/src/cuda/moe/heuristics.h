@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cuda/common/layout.h"
-#include "cuda/instances/instances.h"
+#include "cuda/gemm/instances.h"
 
 namespace quantmoe {
 

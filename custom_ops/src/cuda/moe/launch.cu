@@ -10,7 +10,7 @@
 #include "cuda/common/operators.h"
 #include "cuda/common/rounded_activations.cuh"
 #include "cuda/common/tensor_map.h"
-#include "cuda/instances/gemm_kernels.h"
+#include "cuda/gemm/gemm_kernels.h"
 #include "cuda/moe/expert_cache.cuh"
 #include "cuda/moe/expert_sort.cuh"
 

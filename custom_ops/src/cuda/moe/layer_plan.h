@@ -42,7 +42,7 @@ struct PlanStep {
   int32_t grid, grid_y, block, block_y, shared_bytes;
   int32_t cluster;    // blocks of a cluster; in a product they share one output tile, each with a part of K
   int32_t dependent;  // may start while the kernel before it in the stream still runs
-  // A product's row of src/cuda/instances/instances.inc. panels: 16-row panels that a warp holds at once (wgmma and
+  // A product's row of src/cuda/gemm/instances.inc. panels: 16-row panels that a warp holds at once (wgmma and
   // dense: a block). n_tiles: 8-token tiles that a warp holds at once (dense: a tile). stages: of a warp's ring of
   // weights; 2 stages have two units of K each.
   int32_t panels, n_tiles, stages;

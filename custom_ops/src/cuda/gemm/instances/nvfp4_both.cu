@@ -1,5 +1,5 @@
 // nvfp4 weights times nvfp4 activations.
-#include "cuda/instances/select_mma.cuh"
+#include "cuda/gemm/select_mma.cuh"
 
 namespace quantmoe {
 

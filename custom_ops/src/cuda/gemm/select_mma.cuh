@@ -1,8 +1,8 @@
 // The mma.sync kernels.
 #pragma once
+#include "cuda/gemm/moe_gemm_span.cuh"
+#include "cuda/gemm/select.cuh"
 #include "cuda/linear/linear_decode.cuh"
-#include "cuda/moe/moe_gemm_span.cuh"
-#include "cuda/moe/select.cuh"
 
 namespace quantmoe {
 

@@ -16,8 +16,8 @@
 // Counts are integers, so atomics change nothing.
 #pragma once
 #include "core/attributes.h"
-#include "cuda/attention/indexer_call.h"
 #include "cuda/common/ptx.cuh"
+#include "cuda/indexer/indexer_call.h"
 
 namespace quantmoe {
 

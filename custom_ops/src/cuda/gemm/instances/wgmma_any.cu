@@ -1,4 +1,4 @@
-#include "cuda/instances/select_wgmma.cuh"
+#include "cuda/gemm/select_wgmma.cuh"
 
 namespace quantmoe {
 

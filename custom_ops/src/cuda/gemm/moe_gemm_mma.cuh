@@ -17,9 +17,9 @@
 #include <type_traits>
 
 #include "cuda/common/activation.cuh"
-#include "cuda/instances/instances.h"
-#include "cuda/moe/decode_tiles.cuh"
-#include "cuda/moe/weight_stream.cuh"
+#include "cuda/gemm/decode_tiles.cuh"
+#include "cuda/gemm/instances.h"
+#include "cuda/gemm/weight_stream.cuh"
 
 namespace quantmoe {
 

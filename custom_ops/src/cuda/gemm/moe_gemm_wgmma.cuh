@@ -20,7 +20,7 @@
 #include "cuda/common/activation.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/formats/formats.h"
-#include "cuda/instances/instances.h"
+#include "cuda/gemm/instances.h"
 
 namespace quantmoe {
 

@@ -22,7 +22,7 @@
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/fp8_activations.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/instances/instances.h"
+#include "cuda/gemm/instances.h"
 
 namespace quantmoe {
 

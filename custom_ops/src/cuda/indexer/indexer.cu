@@ -1,7 +1,7 @@
 // SparseIndexer's plan to kernel launches.
-#include "cuda/attention/indexer.cuh"
 #include "cuda/common/launcher.h"
 #include "cuda/common/operators.h"
+#include "cuda/indexer/indexer.cuh"
 
 namespace quantmoe {
 namespace {

@@ -9,7 +9,7 @@
 //   units of K         |0             U-1|0             U-1|0             U-1|
 //   warps              [ 0  ][ 1  ][ 2  ][  3 ][ 4  ][ 5  ][ 6  ][ 7  ]      an equal part each, wherever panels change
 #pragma once
-#include "cuda/moe/moe_gemm_mma.cuh"
+#include "cuda/gemm/moe_gemm_mma.cuh"
 
 namespace quantmoe {
 

@@ -49,12 +49,12 @@ struct Instance {
 constexpr auto instances_of([[maybe_unused]] FormatSizes f) {
 #define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) +1
   constexpr size_t kCount = 0
-#include "cuda/instances/instances.inc"
+#include "cuda/gemm/instances.inc"
       ;
   return std::array<Instance, kCount>{{
 #define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) \
   {ProductKernel::k##kernel, kPath##path, Product::k##product, panels, n_tiles, units, stages, there},
-#include "cuda/instances/instances.inc"
+#include "cuda/gemm/instances.inc"
   }};
 }
 

@@ -1,7 +1,7 @@
 // Which of the kernels that a file compiles a plan means, null where there is none.
 #pragma once
-#include "cuda/instances/gemm_kernels.h"
-#include "cuda/instances/instances.h"
+#include "cuda/gemm/gemm_kernels.h"
+#include "cuda/gemm/instances.h"
 
 namespace quantmoe {
 

@@ -1,7 +1,7 @@
 // The layer's kernels on wgmma.
 #pragma once
-#include "cuda/moe/moe_gemm_wgmma.cuh"
-#include "cuda/moe/select.cuh"
+#include "cuda/gemm/moe_gemm_wgmma.cuh"
+#include "cuda/gemm/select.cuh"
 
 namespace quantmoe {
 

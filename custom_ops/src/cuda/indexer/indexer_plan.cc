@@ -1,8 +1,8 @@
 // The plan of SparseIndexer: what the kernels take, and how many tokens have scores at a time. Pure; runs without a
 // GPU.
 #include "core/attributes.h"
-#include "cuda/attention/indexer_call.h"
 #include "cuda/common/operators.h"
+#include "cuda/indexer/indexer_call.h"
 
 namespace quantmoe {
 

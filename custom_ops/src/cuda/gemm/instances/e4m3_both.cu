@@ -1,5 +1,5 @@
 // e4m3 weights times e4m3 activations on mma.sync, also compiled for sm_89 (CMakeLists.txt).
-#include "cuda/instances/select_mma.cuh"
+#include "cuda/gemm/select_mma.cuh"
 
 namespace quantmoe {
 

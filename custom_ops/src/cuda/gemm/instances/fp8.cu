@@ -1,5 +1,5 @@
-#include "cuda/moe/moe_gemm_fp8.cuh"
-#include "cuda/moe/select.cuh"
+#include "cuda/gemm/moe_gemm_fp8.cuh"
+#include "cuda/gemm/select.cuh"
 
 namespace quantmoe {
 namespace {
