@@ -1,1 +1,1 @@
-"""Contents of a folder, and what export would make of it. No torch, no engine."""
+"""What an exported model holds, read from its files alone: nodes, and the memory that they need. No torch, no engine."""
