@@ -1,1 +1,1 @@
-"""What an exported model holds, read from its files alone: nodes, and the memory that they need. No torch, no engine."""
+"""Contents of an exported model, read from its files alone: nodes, and the memory they need. No torch, no engine."""

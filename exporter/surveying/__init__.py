@@ -1,1 +1,1 @@
-"""What a checkpoint holds, what ``export`` would make of it, and what it refuses. No torch, no engine."""
+"""Contents of a checkpoint: what ``export`` would make of it, and what it refuses. No torch, no engine."""

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -482,6 +483,15 @@ def test_the_command_goes_on_when_the_context_is_full(talking: Path, tmp_path: P
 def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess:
     command = [Path(sys.executable).with_name("quantmoe"), "generate", *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, text=True)
+
+
+def test_a_shorter_context(talking: Path) -> None:
+    done = generate(talking, "--ids", "1,2,3", "-n", 50, "-c", 10)
+    assert (done.returncode, done.stdout.count(",")) == (0, 6), done.stderr
+    assert "the answer ended at the model's context of 10 tokens" in done.stderr
+    refused = generate(talking, "--ids", "1,2,3", "--context", 10**6)
+    assert refused.returncode == 1
+    assert "--context is 1000000, this model has" in refused.stderr
 
 
 def test_command_line(talking: Path, exported) -> None:
@@ -964,7 +974,7 @@ def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
             shell.until_said(line.encode())
         shell.until_said(b"stop                ['")
         type_lines("/set format json\n", "an object\n")
-        shell.until_said(b"\r\n{")
+        shell.until(lambda: re.search(rb'\{\s*"', shell.shown))
         type_lines("/set noformat\n")
         type_lines(f"/read {file}\n", "is blue\n", f"/save {tmp_path / 'saved'}\n")
         for line, said in (
