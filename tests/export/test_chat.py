@@ -967,15 +967,15 @@ def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
     with asking(folder, "--max-new-tokens", 3, "--temperature", 0) as (shell, type_lines):
         type_lines("/set parameter num_predict 5\n", "hello\n")
         shell.until_said(b"decode: 5 tokens")
+        type_lines("/set format json\n", "an object\n")
+        shell.until(lambda: re.search(rb'\{[\s"}]', shell.shown))
+        type_lines("/set noformat\n")
         type_lines(
             "/set parameter temperature 0.7\n", '/set parameter stop "\\"\n', "/set system Be kind.\n", "/show\n"
         )
         for line in ("temperature         0.7", "max_new_tokens      5", "system              Be kind."):
             shell.until_said(line.encode())
         shell.until_said(b"stop                ['")
-        type_lines("/set format json\n", "an object\n")
-        shell.until(lambda: re.search(rb'\{\s*"', shell.shown))
-        type_lines("/set noformat\n")
         type_lines(f"/read {file}\n", "is blue\n", f"/save {tmp_path / 'saved'}\n")
         for line, said in (
             ("/set parameter temperature hot", "temperature is 'hot', expected a number from 0"),
