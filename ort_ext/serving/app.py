@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from quantmoe.exporter.errors import ContextError, ModelError, OptionError
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG
 from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 from quantmoe.exporter.folder.sampling_options import sampling_of
 from quantmoe.runtime.chat import TemplateArguments, Text
@@ -129,8 +130,8 @@ class Server:
         self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
         self.metrics, self.most = Metrics(), rows + queue
         self._carries: Mail | None = None
-        self._file = folder / "generation_config.json"
-        self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
+        self._file = folder / GENERATION_CONFIG
+        self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / CONFIG))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
         self.scheduler = Scheduler(
             model,

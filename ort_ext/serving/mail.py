@@ -14,7 +14,7 @@ CALLS = 0.004
 
 
 class Inbox:
-    """What has come for an HTTP request, which takes all of it at once.
+    """Items for an HTTP request, which takes all of them at once.
 
     Args:
         streamed: the request wants parts of the answer. False: it waits for the end.
@@ -29,7 +29,7 @@ class Inbox:
         self._some = asyncio.Event()
 
     def put(self, item: Any) -> None:
-        """Add an item, of which the request does not hear yet."""
+        """Add an item; the request does not wake."""
         self._items.append(item)
 
     def wake(self) -> None:
@@ -47,9 +47,9 @@ class Inbox:
 class Mail:
     """Brings items to inboxes of an event loop. Few calls of the loop bring many of them.
 
-    While there are more than MANY streams, each hears PAUSE seconds for each stream after it heard the last time, so
-    it gets several tokens in one object: an object costs more than a token. Streams that begin one after another hear
-    one after another, each time right after the scheduler has started a run, so they keep no lock that it needs.
+    With more than MANY streams, a stream hears every n * PAUSE seconds, where n is the number of streams. It then gets
+    several tokens in one object, since an object costs more than a token. Streams hear one after another, in the order
+    in which they began. They hear right after the scheduler has started a run, so they keep no lock that it needs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):

@@ -54,7 +54,7 @@ def test_every_fixture_is_exported_run_and_compared(folder, tmp_path, monkeypatc
     out = tmp_path / "model"
     done = CliRunner().invoke(
         app,
-        ["demo", "--checkpoint", str(folder), "--output", str(out), "--max-new-tokens", "4"],
+        ["demo", "--checkpoint", str(folder), "--outdir", str(out), "--max-new-tokens", "4"],
         catch_exceptions=False,
     )
     assert done.exit_code == 0

@@ -758,7 +758,7 @@ def test_a_prompt_that_is_much_too_long_is_not_tokenized(
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert re.fullmatch(
         r"the prompt has at least \d{6} tokens, expected at most 511: shorten the prompt, or start the server with a "
-        "larger --max-length",
+        "larger --context",
         answer["error"]["message"],
     )
 
