@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import typer
@@ -21,7 +22,8 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES
 from quantmoe.custom_ops.op_def.schema import read, schema, split
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.cli import app
-from quantmoe.exporter.folder import metadata as keys
+from quantmoe.exporter.folder import metadata as model_keys
+from quantmoe.exporter.folder import tensor_metadata as tensor_keys
 from quantmoe.exporter.folder.files import FILES
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS, PAGED_TENSORS, TENSORS, VISION_TENSORS, Tensor
 from quantmoe.exporter.folder.reply_formats import FORMATS as REPLIES
@@ -290,16 +292,16 @@ def chat_formats() -> str:
     return table(["`chat.format`", "models, for example"], rows)
 
 
-def metadata() -> str:
-    """Return the keys of a model's metadata, whose meaning stands above each constant."""
+def metadata(keys: ModuleType) -> str:
+    """Return the keys of metadata, whose meaning stands above each constant after ``#:``."""
     rows, said = [], []
-    for line in Path(keys.__file__).read_text(encoding="utf-8").splitlines():
+    for line in Path(str(keys.__file__)).read_text(encoding="utf-8").splitlines():
         if line.startswith("#: "):
             said.append(line[3:])
-        elif found := re.fullmatch(r"([A-Z_, ]+) = .+", line):
+        elif said and (found := re.fullmatch(r"([A-Z_, ]+) = .+", line)):
             rows.append([names(getattr(keys, name) for name in found[1].split(", ")), " ".join(said)])
             said = []
-    return table(["entry", "meaning"], rows[1:])  # the first one is no key
+    return table(["entry", "meaning"], rows)
 
 
 def entries() -> str:
@@ -331,7 +333,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "paged-tensors": partial(tensors, PAGED_TENSORS),
     "encoder-tensors": partial(tensors, ENCODER_TENSORS),
     "vision-tensors": partial(tensors, VISION_TENSORS),
-    "metadata": metadata,
+    "metadata": partial(metadata, model_keys),
+    "tensor-metadata": partial(metadata, tensor_keys),
     "entries": entries,
     "cpu-kernels": kernels,
 }

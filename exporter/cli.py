@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from quantmoe.exporter.command_arguments import missing, one_line, outdated, run
+from quantmoe.exporter.command_words import Command, Group
 from quantmoe.exporter.commands.demo import demo
 from quantmoe.exporter.commands.evaluate import evaluate
 from quantmoe.exporter.commands.export import export
@@ -25,9 +26,11 @@ from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
+    cls=Group,
     help="Export and run quantized mixture-of-experts models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -46,11 +49,16 @@ def options(
     pass
 
 
-for command in (export, inspect, unpack, generate, serve, trace, demo, evaluate):
-    app.command()(command)
+for panel, commands in (
+    ("Export", (export, inspect, unpack)),
+    ("Run", (generate, serve)),
+    ("Measure", (evaluate, trace, demo)),
+):
+    for command in commands:
+        app.command(cls=Command, rich_help_panel=panel)(command)
 
 
-class _Bench(typer.core.TyperGroup):
+class _Bench(Group):
     """The commands of ``bench``; their modules are imported when they are asked for, which takes 0.2 s."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -65,7 +73,7 @@ class _Bench(typer.core.TyperGroup):
 
 bench = typer.Typer(cls=_Bench, help="Measure one layer or a whole model beside other engines.", no_args_is_help=True)
 bench.callback()(lambda: None)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
 def main() -> None:

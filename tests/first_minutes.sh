@@ -529,7 +529,7 @@ done <<TABLE
 1|outside the vocabulary|quantmoe generate "$model" --ids 1,999999
 1|and 1 for the answer do not fit into the model's context of 8 tokens: shorten the prompt$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
 1|not the data that this model was exported with|quantmoe generate "$work/other_data" --ids 1
-1|hf download Qwen/Qwen3-30B-A3B|quantmoe demo --checkpoint Qwen/Qwen3-30B-A3B --output "$work/new"
+1|hf download Qwen/Qwen3-30B-A3B|quantmoe demo --checkpoint Qwen/Qwen3-30B-A3B --outdir "$work/new"
 1|llama-cpp-python|quantmoe bench layer --against ggml --tokens 1,16
 2|expected numbers separated by commas|quantmoe bench layer --tokens 1,x
 TABLE

@@ -114,7 +114,7 @@ class Options:
     target: str = option("cpu", "choose what runs the files", values=TARGETS)
     mtp: bool = option(default=False, help="also export the layer that drafts tokens")
     eagle3: str | Path | None = option(  # noqa: RUF009
-        None, "also export this EAGLE-3 head, which drafts", metavar="FOLDER", kind=Path
+        None, "also export this EAGLE-3 head", metavar="FOLDER", kind=Path
     )
     vision: bool = option(default=False, help="also export the vision tower")
     paged: bool = option(default=False, help="export for servers, with a cache in blocks")
@@ -122,7 +122,7 @@ class Options:
         None, "quantize to int4, q4_k_m, .. or none", "Numbers", values=QUANTIZE, metavar="FORMAT"
     )
     group_size: int | None = option(
-        None, "N weights share a scale; -1: a row", "Numbers", metavar="N", shown="the format's"
+        None, "give N weights one scale; -1: a row", "Numbers", metavar="N", shown="the format's"
     )
     symmetric: bool = option(default=False, help="quantize to int4 without zero points", group="Numbers")
     calibrate: str | Path | None = option(  # noqa: RUF009
@@ -137,7 +137,7 @@ class Options:
         metavar="FORMAT",
         shown="int8 on cpu, else the checkpoint's",
     )
-    cache: str = option("auto", "choose the KV cache's type: f16, fp8, ..", "Numbers", values=CACHES, metavar="TYPE")
+    cache: str = option("auto", "set the KV cache's type: f16, fp8, ..", "Numbers", values=CACHES, metavar="TYPE")
     dtype: str | None = option(
         None,
         "choose the type outside experts",

@@ -23,15 +23,25 @@ class AnswerSettings:
         folder: an exported model's, whose generation_config.json has the defaults.
         max_new_tokens: most tokens of an answer; sys.maxsize: no limit. stop: texts that end it.
         sampling: fields of Sampling that were asked for; None where they were not.
+        grammar: the Grammar that answers follow; None: they are free.
     """
 
-    def __init__(self, folder: Path, max_new_tokens: int, stop: Sequence[str], sampling: Mapping[str, Any]):
-        self._folder, self._asked = folder, dict(sampling)
+    def __init__(
+        self, folder: Path, max_new_tokens: int, stop: Sequence[str], sampling: Mapping[str, Any], grammar: Any = None
+    ):
+        self._folder, self._asked, self._grammar = folder, dict(sampling), grammar
         self._most, self._stop = max_new_tokens, [*stop]
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``Chat.reply``."""
-        return {_TOKENS: self._most, _STOP: self._stop, "sampling": self._sampling(self._asked)}
+        chosen = {"sampling": self._sampling(self._asked), "grammar": self._grammar}
+        return {_TOKENS: self._most, _STOP: self._stop, **chosen}
+
+    def follow_json(self, wanted: bool) -> None:
+        """Let answers be JSON objects, or free."""
+        from quantmoe.runtime.choosing.constraint import Grammar
+
+        self._grammar = Grammar("json_schema", '{"type": "object"}') if wanted else None
 
     def change(self, name: str, text: str) -> None:
         """Set an option to what a person typed; -1 for max_new_tokens: no limit.

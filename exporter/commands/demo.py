@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.command_arguments import need
 from quantmoe.exporter.commands.export import export_in_terminal
+from quantmoe.exporter.common_options import PROMPT as PROMPT_HELP
+from quantmoe.exporter.common_options import Force, panel_option
 from quantmoe.exporter.report import console, experts_of, plural
 
 #: of the demo: its own model knows the English of the King James Bible
@@ -20,30 +21,30 @@ PROMPT = "Then said the captain of the host,"
 
 
 def demo(
-    checkpoint: Annotated[Path, typer.Option(help="export this Hugging Face folder")],
-    output: Annotated[Path, typer.Option(help="write the model here")] = Path("demo-model"),
-    prompt: Annotated[str, typer.Option(help="continue this text")] = PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="stop after N tokens")] = 32,
-    force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,
+    checkpoint: Annotated[Path, panel_option("Model", "export this Hugging Face folder", metavar="FOLDER")],
+    outdir: Annotated[Path, panel_option("Model", "write the model here", metavar="FOLDER")] = Path("demo-model"),
+    prompt: Annotated[str, panel_option("Answer", PROMPT_HELP, metavar="TEXT")] = PROMPT,
+    max_new_tokens: Annotated[int, panel_option("Answer", "stop after N tokens", min=2, metavar="N")] = 32,
+    force: Force = False,
 ) -> None:
     """Export a checkpoint, run it, and compare with PyTorch."""
     need("torch", "transformers", "onnxscript", "onnxruntime", "tokenizers")
-    from quantmoe.exporter.folder.files import MODEL
+    from quantmoe.exporter.folder.files import MODEL, TOKENIZER
     from quantmoe.exporter.writing.output import check_folder
 
-    check_folder(output, [MODEL], force)
+    check_folder(outdir, [MODEL], force)
     from quantmoe.benchmarks.pytorch_comparison import compare
-    from quantmoe.exporter.folder.tokenizer import TOKENIZER, load_tokenizer
+    from quantmoe.exporter.folder.tokenizer import load_tokenizer
 
-    report = export_in_terminal(checkpoint, output, Options(), force=force)
-    tokenizer = load_tokenizer(output) if (output / TOKENIZER).exists() else None
+    report = export_in_terminal(checkpoint, outdir, Options(), force=force)
+    tokenizer = load_tokenizer(outdir) if (outdir / TOKENIZER).exists() else None
     ids = tokenizer.encode(prompt).ids if tokenizer else None
-    found = compare(checkpoint, output, max_new_tokens, ids)
+    found = compare(checkpoint, outdir, max_new_tokens, ids)
 
     def shown(tokens: list[int]) -> str:
         return tokenizer.decode([*ids, *tokens]) if tokenizer and ids else str(tokens)
 
-    table = Table("", "", title=f"{checkpoint.name} -> {output / MODEL}", show_header=False)
+    table = Table("", "", title=f"{checkpoint.name} -> {outdir / MODEL}", show_header=False)
     layers = Counter(
         f"{scheme}; experts: {experts_of(spec.attributes(), report.shared[name])}; "
         f"{spec.w13.activation_format} activations, {spec.w13.scale_type} scales"
@@ -51,7 +52,7 @@ def demo(
     )
     for text, count in layers.items():
         table.add_row(f"{count} MoE {plural('layer', count)}", text)
-    for file in sorted(output.glob(f"{MODEL}*")):
+    for file in sorted(outdir.glob(f"{MODEL}*")):
         table.add_row(file.name, decimal(file.stat().st_size))
     table.add_row("ONNX Runtime", shown(found.tokens))
     table.add_row(

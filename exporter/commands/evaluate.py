@@ -9,32 +9,41 @@ from typing import Annotated
 import typer
 
 from quantmoe.exporter.command_arguments import need
-from quantmoe.exporter.commands.common_options import Model
 from quantmoe.exporter.commands.prompts import read_prompt
 from quantmoe.exporter.commands.trace import check_plot
+from quantmoe.exporter.common_options import Json, Model, Plot, Threads, panel_option
 from quantmoe.exporter.report import print_evaluation
 
 
 def evaluate(
     outdir: Model,
-    text: Annotated[Path, typer.Option(help="predict the text in this file")],
-    against: Annotated[Path | None, typer.Option(help="compare with another model, or with the CHECKPOINT")] = None,
-    *,
-    window: Annotated[int, typer.Option(min=2, help="read N tokens at once, from an empty cache")] = 512,
-    windows: Annotated[
-        int | None, typer.Option(min=1, help="stop after N windows", show_default="the whole text")
+    text: Annotated[Path, panel_option("Text", "predict the text in this file", metavar="FILE")],
+    against: Annotated[
+        Path | None, panel_option("Compare", "compare with another model, or with the CHECKPOINT", metavar="FOLDER")
     ] = None,
-    layers: Annotated[bool, typer.Option("--each-layer", help="also compare hidden states after each layer")] = False,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="use N CPU threads; 0: automatic")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the divergence at all positions into this file")] = None,
+    *,
+    window: Annotated[
+        int, panel_option("Text", "read N tokens at once, from an empty cache", min=2, metavar="N")
+    ] = 512,
+    windows: Annotated[
+        int | None,
+        panel_option(
+            "Text", "stop after N windows", "--max-windows", min=1, metavar="N", show_default="the whole text"
+        ),
+    ] = None,
+    layers: Annotated[
+        bool, panel_option("Compare", "also compare hidden states after each layer", "--each-layer")
+    ] = False,
+    threads: Threads = 0,
+    as_json: Json = False,
+    plot: Plot = None,
 ) -> None:
     """Measure perplexity on a text, and the divergence from another model's predictions."""
     need("onnxruntime", "tokenizers")
     if plot is not None and against is None:
         raise typer.BadParameter("needs --against: it draws the divergence from that model", param_hint="--plot")
     check_plot(plot)
-    from quantmoe.exporter.inspecting.survey import is_model
+    from quantmoe.exporter.surveying.survey import is_model
 
     if against is not None and not is_model(against):
         need("torch", "transformers")

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.command_arguments import with_options
-from quantmoe.exporter.commands.common_options import panel_option, parse_bytes
+from quantmoe.exporter.common_options import Force, panel_option, parse_bytes
 from quantmoe.exporter.folder.files import CALIBRATION
 from quantmoe.exporter.report import (
     APART,
@@ -38,7 +38,7 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="Hugging Face folder, ORG/MODEL, or GGUF file")],
     outdir: Annotated[Path, typer.Argument(help="folder for the model")],
     options: Options,
-    force: Annotated[bool, panel_option("Options", "replace an earlier export", "--force")] = False,
+    force: Force = False,
     dry_run: Annotated[bool, panel_option("Options", "show sizes, time and refusals only", "--dry-run")] = False,
 ) -> None:
     """Turn a checkpoint into an ONNX model with packed weights."""

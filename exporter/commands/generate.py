@@ -15,7 +15,10 @@ import typer
 from rich.filesize import decimal
 
 from quantmoe.exporter.command_arguments import listed, one_line
-from quantmoe.exporter.commands.common_options import (
+from quantmoe.exporter.commands.prompts import check_text, read_prompt, read_prompts
+from quantmoe.exporter.common_options import BATCH as BATCH_HELP
+from quantmoe.exporter.common_options import (
+    PROMPT,
     SIZE,
     Chunk,
     Device,
@@ -24,9 +27,9 @@ from quantmoe.exporter.commands.common_options import (
     Model,
     Ram,
     Threads,
+    context_option,
     panel_option,
 )
-from quantmoe.exporter.commands.prompts import check_text, read_prompt, read_prompts
 from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.report import plural
@@ -41,7 +44,7 @@ NEW_TOKENS = 512
 def generate(
     context: typer.Context,
     outdir: Model,
-    prompt: Annotated[str | None, panel_option("Prompt", "answer this text", "--prompt", "-p", metavar="TEXT")] = None,
+    prompt: Annotated[str | None, panel_option("Prompt", PROMPT, "--prompt", "-p", metavar="TEXT")] = None,
     *,
     file: Annotated[
         Path | None, panel_option("Prompt", "answer the text in this file", "--file", "-f", metavar="FILE")
@@ -61,9 +64,10 @@ def generate(
         Path | None, panel_option("Prompt", "answer each line, as a JSON string", metavar="FILE")
     ] = None,
     batch: Annotated[
-        int | None, panel_option("Prompt", "answer N of --prompts at once", min=1, metavar="N", show_default=str(BATCH))
+        int | None, panel_option("Prompt", BATCH_HELP, min=1, metavar="N", show_default=str(BATCH))
     ] = None,
     ids: Annotated[list[int] | None, panel_option("Prompt", "continue these token ids", **listed(int))] = None,
+    length: Annotated[int | None, context_option("Answer", "the model's")] = None,
     max_new_tokens: Annotated[
         int | None,
         panel_option(
@@ -213,10 +217,15 @@ def generate(
                    gpu_memory=gpu_memory, reserve=reserve, misses=misses, trace=record, warm=warm,
                    group=group)  # fmt: skip
 
-    def begin(length: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
-        """Return a generator for texts of ``length`` tokens, if that is known."""
+    def begin(tokens: int | None = None, rows: int = 1) -> tuple[Generator, Any]:
+        """Return a generator for texts of so many tokens, if that is known."""
+        known = length if shown and max_new_tokens is None else tokens
         with progress(f"loading {outdir}"):
-            model = make(max_length=None if shown and max_new_tokens is None else length, batch=rows)
+            model = make(max_length=known, batch=rows)
+        if length is not None:
+            if length > model.context:
+                raise OptionError(f"length is {length}, this model has {model.context}")
+            model.context = length
         context.with_resource(ended_by_signals(model.interrupt))
         if own is not None:
             model.sampler = own.sampler
@@ -262,11 +271,10 @@ def generate(
         _answer(model, text, asked, size, max_new_tokens=most, stop=stop or (), sampling=sampling, grammar=rule)
         end(model, cache)
         return
-    settings = AnswerSettings(folder, most, stop or (), chosen)
-    reply = partial(_reply, grammar=rule)
+    settings = AnswerSettings(folder, most, stop or (), chosen, rule)
     alone = [*before, {"role": "user", "content": prompt}] if prompt is not None and not chat else None
     model, cache = begin(len(text.encode(alone, arguments=arguments)) + most if alone else None)
-    reply = partial(reply, tell=_used(load_state, cache))
+    reply = partial(_reply, tell=_used(load_state, cache))
     talk = Chat(model, text, cache, arguments)
     talk.messages = before
     answered = True

@@ -13,7 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from quantmoe.exporter.command_arguments import UsageError, missing, need
-from quantmoe.exporter.commands.common_options import SIZE, panel_option
+from quantmoe.exporter.common_options import SIZE, TARGET, DiskSpeed, Json, context_option, panel_option
 from quantmoe.exporter.report import and_more, console, print_export_sizes, print_fit, print_model, print_survey
 from quantmoe.exporter.targets import CPU, CUDA, TARGETS
 
@@ -33,17 +33,12 @@ def inspect(
     verify: Annotated[bool, panel_option("Show", "read all weights and compare their hashes", "--verify")] = False,
     why: Annotated[bool, panel_option("Show", "show every layout and kernel considered", "--explain")] = False,
     *,
-    as_json: Annotated[bool, panel_option("Show", "print JSON", "--json")] = False,
+    as_json: Json = False,
     memory: Annotated[
         int | None, panel_option("Fit", "show what fits into this memory, as 12GB", "--fit", **SIZE)
     ] = None,
     host_memory: Annotated[int | None, panel_option("Fit", "count this RAM beside a GPU's memory", **SIZE)] = None,
-    context: Annotated[
-        int | None,
-        panel_option(
-            "Fit", "count a cache of N tokens", "--context", "-c", min=1, metavar="N", show_default=str(CONTEXT)
-        ),
-    ] = None,
+    context: Annotated[int | None, context_option("Fit", str(CONTEXT))] = None,
     trace: Annotated[
         Path | None, panel_option("Fit", "take hit rates of a trace (generate --record)", metavar="FILE")
     ] = None,
@@ -60,18 +55,15 @@ def inspect(
         int | None,
         panel_option("Fit", "read through the bus at SIZE a second", show_default=decimal(int(CUDA.rates[1])), **SIZE),
     ] = None,
-    disk_speed: Annotated[
-        int | None,
-        panel_option("Fit", "read the disk at SIZE a second", show_default=decimal(int(CPU.rates[1])), **SIZE),
-    ] = None,
+    disk_speed: DiskSpeed = None,
     reserve: Annotated[int | None, panel_option("Fit", "leave this memory free", **SIZE)] = None,
     target: Annotated[
         Literal[tuple(TARGETS)] | None,  # type: ignore[valid-type]
-        panel_option("Fit", "choose what runs the files", show_default="cpu"),
+        panel_option("Fit", TARGET, show_default="cpu"),
     ] = None,
 ) -> None:
     """Show what a model or checkpoint holds, and what export refuses."""
-    from quantmoe.exporter.inspecting.survey import is_model, is_refused, survey
+    from quantmoe.exporter.surveying.survey import is_model, is_refused, survey
 
     of_model = {"trace": trace, "memory-speed": memory_speed, "bus-speed": bus_speed, "host-memory": host_memory,
                 "disk-speed": disk_speed}  # fmt: skip
@@ -178,7 +170,7 @@ def _fit_checkpoint(
 
 
 def _explain(path: Path, as_json: bool) -> None:
-    from quantmoe.exporter.inspecting.explain import explain
+    from quantmoe.exporter.surveying.explain import explain
 
     found = explain(path)
     if as_json:

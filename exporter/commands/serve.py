@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from quantmoe.exporter.commands.common_options import (
+from quantmoe.exporter.common_options import BATCH as BATCH_HELP
+from quantmoe.exporter.common_options import (
     SIZE,
     Chunk,
     Device,
@@ -15,6 +16,7 @@ from quantmoe.exporter.commands.common_options import (
     Model,
     Ram,
     Threads,
+    context_option,
     panel_option,
 )
 from quantmoe.serving import BATCH, LENGTH, QUEUE
@@ -22,7 +24,7 @@ from quantmoe.serving import BATCH, LENGTH, QUEUE
 
 def serve(
     outdir: Model,
-    host: Annotated[str, panel_option("Server", "listen on this address")] = "127.0.0.1",
+    host: Annotated[str, panel_option("Server", "listen on this address", metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[
         int, panel_option("Server", "listen on this port; 0: any free one", min=0, max=65535, metavar="N")
     ] = 8000,
@@ -30,12 +32,9 @@ def serve(
     api_key: Annotated[
         str | None, panel_option("Server", "require this key from clients", envvar="QUANTMOE_API_KEY", metavar="KEY")
     ] = None,
-    batch: Annotated[int, panel_option("Server", "run N requests together", min=1, max=1024, metavar="N")] = BATCH,
+    batch: Annotated[int, panel_option("Server", BATCH_HELP, min=1, max=1024, metavar="N")] = BATCH,
     queue: Annotated[int, panel_option("Server", "let N requests wait, refuse more", min=0, metavar="N")] = QUEUE,
-    max_length: Annotated[
-        int | None,
-        panel_option("Server", "limit prompt and answer to N tokens", min=2, metavar="N", show_default=str(LENGTH)),
-    ] = None,
+    context: Annotated[int | None, context_option("Server", str(LENGTH))] = None,
     prefix_cache: Annotated[
         int | None, panel_option("Server", "keep earlier prompts in this memory; 0: none", show_default="1GB", **SIZE)
     ] = None,
@@ -59,6 +58,6 @@ def serve(
     with listen(host, port) as listening:
         with progress(f"loading {outdir}"):
             server = open_server(outdir, threads=threads, chunk=chunk, device=device, experts=experts, ram=ram,
-                                 gpu_memory=gpu_memory, max_length=max_length, batch=batch, queue=queue,
+                                 gpu_memory=gpu_memory, context=context, batch=batch, queue=queue,
                                  prefix_cache=prefix_cache, cache_memory=cache_memory)  # fmt: skip
         run(server, listening, api_key)

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,19 @@ COMMANDS = {
     "/regen": "answer the last message again",
     "/read FILE": "put the text of a file before the next message",
     "/set parameter NAME X": "change how tokens are chosen, as temperature 0.7; /show lists the names",
+    "/set format json": "answer with JSON objects; /set noformat: with any text",
+    "/set think, /set nothink": "turn reasoning on or off; /set think low, medium or high: choose how much",
     "/set nohistory": "forget the lines that follow; /set history: keep them",
     "/show": "show parameters and system prompt",
     "/save FILE": "write the conversation to a file",
     "/load FILE": "read a conversation from a file",
     "/help, /?": "show this list",
-    "/bye, /exit": "end; so does Ctrl-D",
+    "/bye, /exit, /quit": "end; so does Ctrl-D",
     '"""': "begin and end a message of several lines",
     "\\": "at the end of a line: the message goes on",
 }
+#: what follows /set
+SET = ("parameter NAME X", "system TEXT", "format json", "noformat", "think", "nothink", "history", "nohistory")
 
 
 class Conversation:
@@ -88,7 +93,7 @@ class Conversation:
                 continue
             if self._typed and re.match(r"/[a-z?]+(\s|$)", message):
                 name, _, rest = message.strip().partition(" ")
-                if name in ("/bye", "/exit"):
+                if name in ("/bye", "/exit", "/quit"):
                     return True
                 self._command(name, rest.strip())
             elif message.strip():
@@ -183,14 +188,26 @@ class Conversation:
             self._settings.change(name, value.strip(" \"'"))
         elif what == "system":
             self._system(rest.strip(" \"'"))
+        elif (what, name) == ("format", "json") or what == "noformat":
+            self._settings.follow_json(what == "format")
+        elif what in ("think", "nothink"):
+            self._think(name or what == "think")
         elif what in ("history", "nohistory"):
             from quantmoe.exporter.commands.terminal import remember_lines
 
             remember_lines(what == "history")
         else:
-            raise OptionError(
-                f"/set {what}: expected parameter, system, history or nohistory; /help lists the commands"
-            )
+            raise OptionError(f"/set {f'{what} {name}'.strip()}: expected one of: {', '.join(SET)}")
+
+    def _think(self, value: str | bool) -> None:
+        """Set the variable of the chat template for reasoning: Qwen's, DeepSeek's, or how much gpt-oss is to reason."""
+        names = ["reasoning_effort"] if isinstance(value, str) else ["enable_thinking", "thinking"]
+        template = self._chat.text.template
+        found = next((name for name in names if template and name in template.variables()), None)
+        if found is None:
+            raise OptionError(f"this model's chat template has no {' or '.join(names)}: reasoning cannot be set")
+        arguments = self._chat.arguments
+        self._chat.arguments = replace(arguments, variables={**arguments.variables, found: value})
 
     def _show(self, rest: str) -> None:
         for name, value in self._settings.shown().items():

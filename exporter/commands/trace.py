@@ -11,27 +11,28 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.command_arguments import need
-from quantmoe.exporter.commands.common_options import SIZE
+from quantmoe.exporter.common_options import SIZE, DiskSpeed, Plot, panel_option
 from quantmoe.exporter.report import console
+from quantmoe.exporter.targets import CPU
 
 
 def trace(
-    file: Annotated[
-        Path, typer.Argument(help="trace that generate --record or the session entry quantmoe.trace wrote")
-    ],
+    file: Annotated[Path, typer.Argument(help="trace that generate --record wrote")],
     memory: Annotated[
         list[int] | None,
-        typer.Option(help="show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
+        panel_option("Fit", "show this memory for experts; may be repeated", show_default="shares of all", **SIZE),
     ] = None,
-    disk_speed: Annotated[int, typer.Option(help="read the disk at SIZE a second", **SIZE)] = "2GB",  # type: ignore[assignment]
+    disk_speed: DiskSpeed = None,
     *,
     expert_map: Annotated[
-        Path | None, typer.Option("--write-map", metavar="FILE", help="place experts on ranks, in this file")
+        Path | None, panel_option("Ranks", "place experts on ranks, in this file", "--write-map", metavar="FILE")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=2, help="place experts on N ranks")] = 2,
-    copies: Annotated[int, typer.Option(min=0, help="let ranks hold N copies of experts")] = 0,
-    shared: Annotated[int, typer.Option(min=0, help="leave out the last N experts, which are shared")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="draw use, locality and hit rates into this file")] = None,
+    ranks: Annotated[int, panel_option("Ranks", "place experts on N ranks", min=2, metavar="N")] = 2,
+    copies: Annotated[int, panel_option("Ranks", "let ranks hold N copies of experts", min=0, metavar="N")] = 0,
+    shared: Annotated[
+        int, panel_option("Ranks", "leave out the last N experts, which are shared", min=0, metavar="N")
+    ] = 0,
+    plot: Plot = None,
 ) -> None:
     """Show hit rates from a trace, or place experts on ranks."""
     from quantmoe.exporter.inspecting.expert_trace import curve, draw, read_trace
@@ -47,6 +48,7 @@ def trace(
     check_plot(plot)
     if expert_map is not None:
         return _place(found, expert_map, ranks, copies, shared)
+    read_speed = disk_speed or int(CPU.rates[1])
     experts = sum(layer["experts"] for layer in found.layers)
     used = sum(int((counts > 0).sum()) for counts in found.use())
     console.print(
@@ -55,8 +57,8 @@ def trace(
     )
     shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
     slots = [min(size // found.slot_bytes, experts) for size in memory] if memory else shares
-    table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(disk_speed)}/s, at most")
-    rows = curve(found, sorted({max(count, 1) for count in slots}), disk_speed)
+    table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(read_speed)}/s, at most")
+    rows = curve(found, sorted({max(count, 1) for count in slots}), read_speed)
     for row in rows:
         speed = row["tokens_per_second"]
         held, missed = (decimal(int(row[key])) for key in ("bytes", "read"))

@@ -19,9 +19,10 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from quantmoe.exporter.folder.json_files import is_there, read_object
 from quantmoe.exporter.folder.reply_formats import reply_format
-from quantmoe.exporter.folder.tokenizer import CONFIG, NAMED_TEMPLATES, special_tokens
+from quantmoe.exporter.folder.tokenizer import NAMED_TEMPLATES, special_tokens
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
 OLDEST_JINJA = (3, 1, 6)
@@ -29,8 +30,6 @@ OLDEST_JINJA = (3, 1, 6)
 SECONDS, MEMORY = 5, 512 << 20
 #: seconds by the clock, for a process that waits. On Windows, which limits no processor time, for all that one does
 CLOCK = 600 if resource else 50
-#: a folder's default template, and the folder in which transformers keeps the others, each by its name
-DEFAULT = "chat_template.jinja"
 #: names that a message's reasoning may have
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -86,11 +85,18 @@ class Template:
         self.format = reply_format(text + (tool_use or ""))
         #: whether it knows the role ``developer``; others drop such messages, or write the name as it stands
         self.knows_developer = "developer" in text
+        self._text, self._environment = text, environment
         try:
             self._template = environment.from_string(text)
             self._tool_use = self._template if tool_use is None else environment.from_string(tool_use)
         except Exception as error:  # jinja2's, and those of Python's own compiler
             raise ModelError(f"{path}: {_words(error)}") from None
+
+    def variables(self) -> set[str]:
+        """Return the names that the template reads."""
+        from jinja2.meta import find_undeclared_variables
+
+        return find_undeclared_variables(self._environment.parse(self._text))
 
     def render(
         self, /, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -244,8 +250,8 @@ def folder_turns(folder: Path) -> tuple[dict[str, str], str]:
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-P", "-m", __name__, str(folder)]  # -P: nothing of the current folder
-    file = folder / DEFAULT
-    where = file if file.is_file() else folder / CONFIG
+    file = folder / CHAT_TEMPLATE
+    where = file if file.is_file() else folder / TOKENIZER_CONFIG
     try:
         done = subprocess.run(command, capture_output=True, env=environment, timeout=CLOCK)
         found, reason = json.loads(done.stdout)
@@ -290,7 +296,7 @@ def template_files(folder: Path) -> dict[str, Path]:
     Raises:
         ModelError: a file is a link to nothing.
     """
-    files = {"default": folder / DEFAULT} | {
+    files = {"default": folder / CHAT_TEMPLATE} | {
         path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
     }
     return {name: path for name, path in files.items() if is_there(path)}
@@ -318,9 +324,9 @@ def load_template(folder: Path) -> Template | None:
         ModelError: a file is not what it should be; there are templates with names, and none is "default".
     """
     found: Any = read_templates(folder)
-    path = folder / (DEFAULT if "default" in found else NAMED_TEMPLATES)
+    path = folder / (CHAT_TEMPLATE if "default" in found else NAMED_TEMPLATES)
     if not found:
-        path = folder / CONFIG
+        path = folder / TOKENIZER_CONFIG
         found = read_object(path).get("chat_template")
     if isinstance(found, list):
         found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}

@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from quantmoe.ort_ext import LIBRARIES
 
+#: the checkpoint's own files, which an exported folder has copies of
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: what drafts for it, with weights in the same files
 MTP_MODEL = "mtp.onnx"
@@ -16,10 +20,12 @@ VISION_MODEL, EMBEDDINGS_MODEL = "vision.onnx", "embeddings.onnx"
 #: what onnxruntime-genai reads, and how images become patches
 GENAI, PROCESSOR = "genai_config.json", "vision_processor.json"
 README = "README.md"
-#: while ``export`` runs: what a calibration text has given so far
-CALIBRATION = "quantmoe.calibration"
+#: while ``export`` runs: what a calibration text has given so far, and a folder of the new files
+CALIBRATION, STAGE = "quantmoe.calibration", "quantmoe.partial"
 #: a folder in the folder, from which transformers.js loads, and its first file of weights
 JS_FOLDER, JS_WEIGHTS = "onnx", "model.onnx_data"
+#: begins the name of a folder in the folder, with the model of a rank
+RANK_FOLDER = "rank"
 
 
 class File(NamedTuple):
@@ -39,11 +45,11 @@ FILES = (
     ),
     File((README,), "what runs the folder, and which files are missing, with the reason", "always"),
     File(
-        ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"),
+        (CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE, "LICENSE"),
         "copies, also of other licence files",
         "if the checkpoint has them",
     ),
-    File(("tokenizer.json",), "the [tokenizer](#the-tokenizer)", "if it can give transformers' tokens"),
+    File((TOKENIZER,), "the [tokenizer](#the-tokenizer)", "if it can give transformers' tokens"),
     File(
         (GENAI,),
         "for [onnxruntime-genai](../guides/genai.md)",
@@ -60,6 +66,10 @@ FILES = (
         "the [vision tower](../guides/vision.md)",
         "with `--vision`",
     ),
+    File((f"{RANK_FOLDER}0/", f"{RANK_FOLDER}1/"), "a folder for [each rank](slices.md)", "with `--tensor-parallel`"),
+    File((f"{JS_FOLDER}/",), "for [transformers.js](../guides/javascript.md)", "with `--browser`"),
+    File((CALIBRATION,), "what `--calibrate` has read, to go on from there", "until the export is done"),
+    File((STAGE,), "a folder of new files that are not complete", "until the export is done"),
 )
 
 #: how a file begins that Git LFS did not fetch
@@ -67,7 +77,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 #: of a model on the hub, or its page as Path has it
 _HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
 _WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
-_RANK = re.compile(r"rank(0|[1-9][0-9]*)")
+_RANK = re.compile(rf"{RANK_FOLDER}(0|[1-9][0-9]*)")
 
 
 def is_weights(name: str) -> bool:
@@ -82,12 +92,12 @@ def weight_files(folder: Path) -> set[str]:
 
 def rank_folder(folder: Path, rank: int) -> Path:
     """Return the folder in an export by slices that has a rank's model."""
-    return folder / f"rank{rank}"
+    return folder / f"{RANK_FOLDER}{rank}"
 
 
 def ranks_in(folder: Path) -> dict[int, Path]:
     """Return each rank, and the folder in this one that has its model."""
-    found = ((_RANK.fullmatch(path.name), path) for path in folder.glob("rank*") if (path / MODEL).is_file())
+    found = ((_RANK.fullmatch(path.name), path) for path in folder.glob(f"{RANK_FOLDER}*") if (path / MODEL).is_file())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 

@@ -1,9 +1,9 @@
-"""Keys of a model's metadata, which is text by name. ``make docs`` makes a table of the comments.
+"""Keys of a model's metadata, which is text by name. ``make docs`` makes a table of the comments with a colon.
 
 Two keys stand elsewhere: ``num_logits`` in :mod:`interface`, ``chat.*`` in ``Template.turns``.
 """
 
-#: who wrote a model, its ``producer_name``
+# who wrote a model, its ``producer_name``; no key
 PRODUCER = "quantmoe"
 #: what the model is for, a value of `export --target`
 TARGET = "target"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG
 from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 
 
@@ -147,13 +148,13 @@ def folder_sampling(folder: Path, **asked: Any) -> Sampling | None:
         ModelError: the file is not what it should be.
         OptionError: a number outside its range.
     """
-    path = folder / "generation_config.json"
-    return sampling_of(read_object(path), path, vocabulary_of(read_object(folder / "config.json")), **asked)
+    path = folder / GENERATION_CONFIG
+    return sampling_of(read_object(path), path, vocabulary_of(read_object(folder / CONFIG)), **asked)
 
 
 def sampling_of(
     config: Mapping[str, Any],
-    path: Path = Path("generation_config.json"),
+    path: Path = Path(GENERATION_CONFIG),
     vocabulary: int | None = None,
     **asked: Any,
 ) -> Sampling | None:
@@ -198,7 +199,7 @@ def not_applied(folder: Path) -> list[str]:
     Raises:
         ModelError: the file is not what it should be.
     """
-    config = read_object(folder / "generation_config.json")
+    config = read_object(folder / GENERATION_CONFIG)
     neutral = _NOT_APPLIED | (_NOT_SAMPLED if config.get("do_sample") else {})
     found = [name for name, value in neutral.items() if config.get(name) not in (None, [], value)]
     return found + ["sequence_bias"] * any(len(tokens) > 1 for tokens, _ in _bias(config))

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 from quantmoe.exporter.folder.json_files import is_there, language_part, read_object, vocabulary_of
 from quantmoe.exporter.memory import doing
 
-CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: folder of chat templates with names
 NAMED_TEMPLATES = "additional_chat_templates"
 #: files that may name the tokens at which a text ends; the first that names any decides
-ENDS = ("generation_config.json", "config.json")
+ENDS = (GENERATION_CONFIG, CONFIG)
 #: tokens that they name beside those
 NAMED = ("bos_token_id", "pad_token_id")
 
@@ -84,7 +84,7 @@ def complete(tokenizer: Any, folder: Path) -> Any:
         known = {token.content for token in [*there.values(), *tokens]}
         tokens += [_token(token, special=True) for token in [*named.values(), *others] if _text(token) not in known]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / CONFIG}: cannot be read as special tokens: {error!r}") from None
+        raise ModelError(f"{folder / TOKENIZER_CONFIG}: cannot be read as special tokens: {error!r}") from None
     tokenizer.add_tokens(tokens)
     return tokenizer
 
@@ -152,8 +152,8 @@ def named_token(
 
 def _config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; special_tokens_map.json has the word where it does not list its tokens, as before 2023."""
-    config = read_object(folder / CONFIG)
-    return config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
+    config = read_object(folder / TOKENIZER_CONFIG)
+    return config if "added_tokens_decoder" in config else config | read_object(folder / SPECIAL_TOKENS)
 
 
 def _special(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import check_sizes, text_part
@@ -42,7 +43,7 @@ def configuration(format: Format, layers: int | None) -> Any:
         outer = whole(format)
         config = outer.get_text_config()
         if format.slice:
-            format.slice.narrow(config, str(folder / "config.json"))
+            format.slice.narrow(config, str(folder / CONFIG))
     if not isinstance(config, PreTrainedConfig):
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     check_sizes(format.ckpt.folder, vars(config))
@@ -71,7 +72,7 @@ def whole(format: Format) -> Any:
     Raises:
         CheckpointError: it is of no architecture of transformers.
     """
-    check_implementations(format.ckpt.config, format.ckpt.folder / "config.json")
+    check_implementations(format.ckpt.config, format.ckpt.folder / CONFIG)
     with _validating(format.ckpt.folder):
         # never code out of the checkpoint's folder, nor a question whether to run it
         return with_own_code(AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False))
@@ -116,7 +117,7 @@ def with_own_code(config: Any) -> Any:
 @contextlib.contextmanager
 def _validating(folder: Path) -> Iterator[None]:
     try:
-        with doing(str(folder / "config.json")):
+        with doing(str(folder / CONFIG)):
             yield
     except (MemoryError, CheckpointError):
         raise

@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.graph.placeholders import placeholder
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.config_fields import reading
@@ -31,7 +32,7 @@ def configuration(head: Checkpoint, target: Any) -> LlamaConfig:
 
     A head that was trained on short texts drafts in all texts of the model.
     """
-    path = head.folder / "config.json"
+    path = head.folder / CONFIG
     fields = {name: value for name, value in head.config.items() if name not in ("architectures", "torch_dtype")}
     with reading(str(path)):
         found = LlamaConfig(**fields)
@@ -137,7 +138,7 @@ class _Features(torch.nn.Module):
 def give_features(model: PreTrainedModel, decoder: Any, head: Checkpoint) -> None:
     """Make a model return the features that a head reads."""
     config: Any = model.config
-    numbers = feature_layers(head.config, len(decoder.layers), head.folder / "config.json")
+    numbers = feature_layers(head.config, len(decoder.layers), head.folder / CONFIG)
     outputs: dict[int, torch.Tensor] = {}
     for i in {*numbers}:
         layer = decoder.layers[i]

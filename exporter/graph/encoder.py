@@ -14,6 +14,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.modeling_outputs import ModelOutput
 
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.folder.json_files import read_object
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.families import family_named
@@ -70,7 +71,7 @@ def _pooling(ckpt: Checkpoint) -> tuple[bool, bool]:
 
     sentence-transformers' files say it. Without them a vector is the mean over the tokens.
     """
-    path = ckpt.companions / "1_Pooling" / "config.json"
+    path = ckpt.companions / "1_Pooling" / CONFIG
     modes = [key for key, value in read_object(path).items() if key.startswith("pooling_mode_") and value is True]
     known = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
     if len(modes) > 1 or not set(modes) <= known.keys():

@@ -1,1 +1,1 @@
-"""Contents of a folder, and what export would make of it. No torch, no engine."""
+"""Contents of an exported model, read from its files alone: nodes, and the memory they need. No torch, no engine."""

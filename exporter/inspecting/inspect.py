@@ -31,6 +31,7 @@ from quantmoe.custom_ops.op import (
     inputs,
 )
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.folder import tensor_metadata as keys
 from quantmoe.exporter.folder.files import EMBEDDINGS_MODEL, MODEL, MTP_MODEL, VISION_MODEL
 from quantmoe.exporter.folder.metadata import FILES, PLAIN_ATTENTION
 from quantmoe.exporter.folder.model_file import attribute_value, load, model_path
@@ -107,14 +108,14 @@ def inspect(
             "dtype": str(tensor.dtype),
             "shape": list(tensor.shape.numpy()),
             "bytes": int(tensor.nbytes),
-            "dequantized_from": tensor.metadata_props.get("dequantized_from"),
-            "dequantized_because": tensor.metadata_props.get("dequantized_because"),
+            "dequantized_from": tensor.metadata_props.get(keys.DEQUANTIZED_FROM),
+            "dequantized_because": tensor.metadata_props.get(keys.DEQUANTIZED_BECAUSE),
             "table": all(use.node.op_type == "Gather" for use in model.graph.initializers[name].uses()),
         }
         for name, tensor in tensors.items()
         if name not in packed
         and tensor is not None
-        and (isinstance(tensor, ir.ExternalTensor) or "dequantized_from" in tensor.metadata_props)
+        and (isinstance(tensor, ir.ExternalTensor) or keys.DEQUANTIZED_FROM in tensor.metadata_props)
     ]
     found: dict[str, Any] = {
         "model": str(path),
@@ -214,10 +215,10 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     most = spec.num_experts - spec.expert_offset
     sizes, metadata = _sizes(path, node, spec, moe=spec, inputs=names, most=most)
     per_expert = spec.hidden_size * spec.intermediate_size * (2 + spec.gated)
-    shared = json.loads(metadata.get("shared", "[]"))
+    shared = json.loads(metadata.get(keys.SHARED, "[]"))
     if not isinstance(shared, list) or len(shared) > spec.num_experts:
         raise ModelError(f"{path}: node {node.name}: shared is {shared}, expected the names of its last experts")
-    experts = json.loads(metadata.get("experts", "null"))
+    experts = json.loads(metadata.get(keys.EXPERTS, "null"))
     held = sizes["w13"]["shape"][0]
     if experts is not None and not (isinstance(experts, dict) and len(experts.get("ids", ())) == held):
         raise ModelError(f"{path}: node {node.name}: experts are {experts}, expected the ids of {held}")
@@ -234,9 +235,9 @@ def _packed(path: Path, node: ir.Node) -> dict[str, Any] | None:
     values = {i: v for i, v in enumerate(node.inputs) if v is not None and v.const_value is not None}
     codes = values.get(1 if node.op_type == "MatMulNBits" else qmoe.INPUTS["w13", "codes"])
     metadata = _metadata(codes)
-    if metadata.get("layout") != qmoe.NAME:
+    if metadata.get(keys.LAYOUT) != qmoe.NAME:
         return None
-    if (version := metadata.get("layout_version")) != str(qmoe.VERSION):
+    if (version := metadata.get(keys.LAYOUT_VERSION)) != str(qmoe.VERSION):
         raise ModelError(
             f"{path}: node {node.name}: layout_version is {version}, this release knows {qmoe.VERSION}; export again"
         )
@@ -250,7 +251,7 @@ def _packed(path: Path, node: ir.Node) -> dict[str, Any] | None:
 
 def _qmoe(path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: dict[str, str]) -> dict[str, Any]:
     own = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
-    types = {p: _metadata(values[qmoe.INPUTS[p, "scales"]])["scale_type"] for p in ("w13", "w2")}
+    types = {p: _metadata(values[qmoe.INPUTS[p, "scales"]])[keys.SCALE_TYPE] for p in ("w13", "w2")}
     spec = qmoe.moe_spec(own, {i: _shape(v) for i, v in values.items()}, types)
     parts: dict[str, dict[str, ir.Value]] = {"w13": {}, "w2": {}}
     for (projection, part), index in qmoe.INPUTS.items():
@@ -275,7 +276,7 @@ def _matmul_nbits(
     if (found := next((value for value in added if value is not None and value.name == bias), None)) is not None:
         parts["bias"] = found
     own = {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
-    spec = qmoe.linear_spec(own, metadata["scale_type"], "zero_points" in parts, "bias" in parts)
+    spec = qmoe.linear_spec(own, metadata[keys.SCALE_TYPE], "zero_points" in parts, "bias" in parts)
     sizes = {"w": _tensors(spec.moe, "w2", parts)}
     description = _description(node, spec, sizes, metadata, spec.in_features * spec.out_features)
     return description | _rows(path, node, spec, metadata)
@@ -324,10 +325,10 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
 
 def _rows(path: Path, node: ir.Node, spec: LinearSpec, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the modules whose rows a linear has, in their order."""
-    rows = json.loads(metadata.get("rows", "{}"))
+    rows = json.loads(metadata.get(keys.ROWS, "{}"))
     if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
         raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
-    heads, first = int(metadata.get("gated_heads", "0")), next(iter(rows.values()), spec.out_features)
+    heads, first = int(metadata.get(keys.GATED_HEADS, "0")), next(iter(rows.values()), spec.out_features)
     if heads < 0 or (heads and first % (2 * heads * spec.w.block_n)):
         raise ModelError(f"{path}: node {node.name}: gated_heads is {heads}, expected a part of {first} rows")
     return {"rows": rows} | ({"gated_heads": heads} if heads else {})
@@ -463,7 +464,7 @@ def _sizes(
             raise ModelError(f"{where}: {name}: {error}") from None
         if len(shape) != 2 or shape[1] != words or not 1 <= shape[0] <= most:
             raise ModelError(f"{where}: {name} has shape {shape}, its attributes say [1 to {most}, {words}]")
-        recorded = tensor.metadata_props.get("spec")
+        recorded = tensor.metadata_props.get(keys.SPEC)
         packed_as = spec.attributes() if recorded is None else json.loads(recorded)
         for key, found in spec.attributes().items():
             packed = packed_as.get(key)
@@ -484,8 +485,8 @@ def _description(
     size = sum(part["bytes"] for part in sizes.values())
     return {
         "node": node.name,
-        "module": metadata.get("module"),
-        "format": metadata.get("format"),
+        "module": metadata.get(keys.MODULE),
+        "format": metadata.get(keys.FORMAT),
         "attributes": spec.attributes(),
         **sizes,
         "bytes": size,
@@ -494,7 +495,7 @@ def _description(
 
 
 def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
-    recorded = tensor.metadata_props.get("hash")
+    recorded = tensor.metadata_props.get(keys.HASH)
     if recorded is None:
         return False
     if not isinstance(recorded, str) or not recorded.startswith(f"{HASH}:"):  # bytes where they are no text

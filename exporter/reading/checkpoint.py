@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.folder.files import LFS_POINTER, hub_name, is_plain
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG, LFS_POINTER, hub_name, is_plain
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.config_fields import text_part
 from quantmoe.exporter.reading.families import Family, family_named
@@ -74,9 +74,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {_no_folder(self.folder)}")
         if not any(self.folder.glob("*.safetensors")):
             self._refuse_others()
-        self.config = self._json("config.json")
-        generation = "generation_config.json"
-        self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
+        self.config = self._json(CONFIG)
+        self.generation_config = self._json(GENERATION_CONFIG) if (self.folder / GENERATION_CONFIG).exists() else {}
         own = self.family
         for shard in self._shards():
             self.see(shard)
@@ -324,7 +323,7 @@ class Checkpoint:
         parent, _, linear = stem.rpartition(".")
         if rows is None or linear != joined:
             return {name: entry}
-        path = self.folder / "config.json"
+        path = self.folder / CONFIG
         try:
             counts = rows(self.text_config)
         except (KeyError, TypeError) as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG, SPECIAL_TOKENS
 from quantmoe.exporter.folder.json_files import vocabulary_of
 from quantmoe.exporter.folder.sampling_options import sampling_of
 from quantmoe.exporter.folder.tokenizer import ENDS, NAMED, NAMED_TEMPLATES, end_tokens, named_token
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 
 #: files of a checkpoint that clients of the model need
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+COMPANIONS = (CONFIG, GENERATION_CONFIG, "tokenizer*", SPECIAL_TOKENS, "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
 #: how names of those begin, in any case, that say who may use it and how
 LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")

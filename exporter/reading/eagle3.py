@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.reading.checkpoint import Checkpoint
 from quantmoe.exporter.reading.config_fields import check_sizes
 from quantmoe.exporter.reading.families import EAGLE3, FEATURES
@@ -30,7 +31,7 @@ def take_head(ckpt: Checkpoint, folder: Path) -> None:
         CheckpointError: naming the file, the field or tensor, and what is expected.
     """
     head = Checkpoint(fetched(folder))
-    path = head.folder / "config.json"
+    path = head.folder / CONFIG
     check_sizes(head.folder, head.config)
     own = head.config.get("eagle_config")
     for field, found, expected in (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.targets import TARGETS
 from quantmoe.exporter.writing.plan import plan
 

@@ -14,9 +14,11 @@ from typing import Any, Unpack
 
 from quantmoe.exporter.choosing.options import ExportOptions, Options
 from quantmoe.exporter.errors import need_path
-from quantmoe.exporter.folder.chat_template import DEFAULT, read_templates
+from quantmoe.exporter.folder.chat_template import read_templates
 from quantmoe.exporter.folder.files import (
     CALIBRATION,
+    CHAT_TEMPLATE,
+    CONFIG,
     DATA,
     EMBEDDINGS_MODEL,
     GENAI,
@@ -24,6 +26,8 @@ from quantmoe.exporter.folder.files import (
     MTP_MODEL,
     PROCESSOR,
     README,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     VISION_MODEL,
 )
 from quantmoe.exporter.folder.interface import NUM_LOGITS
@@ -39,7 +43,6 @@ from quantmoe.exporter.folder.metadata import (
     TARGET,
     WORLD,
 )
-from quantmoe.exporter.folder.tokenizer import CONFIG, TOKENIZER
 from quantmoe.exporter.memory import check_space, doing
 from quantmoe.exporter.reading.companions import companion_files
 from quantmoe.exporter.reading.config_fields import text_part
@@ -242,17 +245,17 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], options: Optio
     if templates.keys() <= {"default"}:  # the template has a file of its own
         templates = {}
     for path in companion_files(ckpt.companions):
-        if path.name != TOKENIZER and not (templates and path.name == DEFAULT):
+        if path.name != TOKENIZER and not (templates and path.name == CHAT_TEMPLATE):
             shutil.copyfile(path, partial(path.name))
     if templates:  # an exported folder has no folders
         named = [{"name": name, "template": text} for name, text in templates.items()]
-        config = read_object(ckpt.companions / CONFIG) | {"chat_template": named}
-        partial(CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        config = read_object(ckpt.companions / TOKENIZER_CONFIG) | {"chat_template": named}
+        partial(TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     if options.layers is not None or options.browser:
         own = _config(ckpt, options.layers)
         if options.browser:
-            own = js_config(own, partial("config.json").parent)
-        partial("config.json").write_text(json.dumps(own, indent=2), encoding="utf-8")
+            own = js_config(own, partial(CONFIG).parent)
+        partial(CONFIG).write_text(json.dumps(own, indent=2), encoding="utf-8")
 
 
 def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantmoe.exporter.folder import tensor_metadata
 from quantmoe.exporter.folder.record import HASH, new_hash
 from quantmoe.exporter.memory import naming
 
@@ -121,7 +122,7 @@ class Region:
             self.value.dtype,
             shape=self.value.shape,
             name=self.value.name or "",
-            metadata_props={"hash": f"{HASH}:{self._hash.hexdigest()}"} | dict(metadata),
+            metadata_props={tensor_metadata.HASH: f"{HASH}:{self._hash.hexdigest()}"} | dict(metadata),
         )
 
     def identity(self, checkpoint: str) -> str:

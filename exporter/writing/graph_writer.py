@@ -19,6 +19,7 @@ from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, retyped_matrix, scaled
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder import tensor_metadata as keys
 from quantmoe.exporter.folder.interface import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.folder.metadata import (
     CONTEXT_LENGTH,
@@ -212,18 +213,18 @@ def _pack(
                 report.scale_error = max(report.scale_error or 0.0, error)
             yield sum(row.nbytes for row in rows.values())
     for name, region in regions.items():
-        metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
-                    "layout_version": str(spec.w13.layout_version)}  # fmt: skip
+        metadata = {keys.MODULE: layer.name, keys.FORMAT: layer.scheme.text, keys.LAYOUT: spec.w13.layout,
+                    keys.LAYOUT_VERSION: str(spec.w13.layout_version)}  # fmt: skip
         if not options.facts.library:
             own = spec.w13 if name.startswith("fc1") else spec.w2
-            metadata["scale_type"] = own.scale_type
+            metadata[keys.SCALE_TYPE] = own.scale_type
         else:
             _identify(region, layer.format)
-            metadata["spec"] = json.dumps(spec.attributes())
+            metadata[keys.SPEC] = json.dumps(spec.attributes())
         if layer.shared and layer.every - 1 in layer.ids:
-            metadata["shared"] = json.dumps(layer.shared.names())
+            metadata[keys.SHARED] = json.dumps(layer.shared.names())
         if not isinstance(layer.ids, range):
-            metadata["experts"] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})
+            metadata[keys.EXPERTS] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})
         region.finish(metadata)
         if options.external_experts:
             _leave_in_file(region)
@@ -256,14 +257,14 @@ def _linear(
         report.head_error = distance(m, format.stored(f"{source}.weight"))
     if options.scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
-    metadata = {"module": source, "format": scheme.text}
+    metadata = {keys.MODULE: source, keys.FORMAT: scheme.text}
     if name in chosen.gated:
         rows = next(iter(skeleton.rows(chosen.parts[name]).values()))
         order = gates_first(rows, chosen.gated[name])
         m = reordered(m, np.concatenate([order, np.arange(rows, spec.out_features)]))
-        metadata["gated_heads"] = str(chosen.gated[name])
+        metadata[keys.GATED_HEADS] = str(chosen.gated[name])
     if len(parts) > 1:
-        metadata["rows"] = json.dumps(skeleton.rows(chosen.parts[name]))
+        metadata[keys.ROWS] = json.dumps(skeleton.rows(chosen.parts[name]))
     made = None
     layout = LAYOUTS[spec.w.layout]
     row = native.aligned(layout.row_bytes(spec.moe, "w2"))
@@ -274,7 +275,7 @@ def _linear(
             layout.pack_down(m, spec.moe, row)
         if not options.facts.library:
             made = matmul_nbits(weight.value, row, spec, options.accuracy_level)
-            metadata |= {"layout": qmoe.NAME, "layout_version": str(qmoe.VERSION), "scale_type": m.scale_type}
+            metadata |= {keys.LAYOUT: qmoe.NAME, keys.LAYOUT_VERSION: str(qmoe.VERSION), keys.SCALE_TYPE: m.scale_type}
     except ValueError as problem:
         for part in parts:  # one of them is to blame, if one is
             _check_finite(format, part)
@@ -290,8 +291,8 @@ def _linear(
     region = data.region(weight.value)
     region.write(row)
     _identify(region, format)
-    region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
-                              "spec": json.dumps(spec.attributes())})  # fmt: skip
+    region.finish(metadata | {keys.LAYOUT: spec.w.layout, keys.LAYOUT_VERSION: str(spec.w.layout_version),
+                              keys.SPEC: json.dumps(spec.attributes())})  # fmt: skip
     report.dense_bytes += row.nbytes
     return row.nbytes
 
@@ -317,8 +318,9 @@ def _lookup(lookup: PackedTable, part: Part, first: Part, data: DataFiles, repor
         region = data.region(there)
         region.write(row)
         text = format.scheme_of(module).text
-        region.finish({"module": module, "format": text, "layout": layout.NAME, "layout_version": str(layout.VERSION),
-                       "spec": json.dumps(lookup.spec.attributes())})  # fmt: skip
+        region.finish({keys.MODULE: module, keys.FORMAT: text, keys.LAYOUT: layout.NAME,
+                       keys.LAYOUT_VERSION: str(layout.VERSION),
+                       keys.SPEC: json.dumps(lookup.spec.attributes())})  # fmt: skip
         written = row.nbytes
         report.dense_bytes += written
     for view in views:
@@ -360,11 +362,11 @@ def _dense(weight: Weight, skeleton: Stored, data: DataFiles, report: Report) ->
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if weight.parameter in skeleton.joined:
-        metadata["module"] = ", ".join(skeleton.joined[weight.parameter])
+        metadata[keys.MODULE] = ", ".join(skeleton.joined[weight.parameter])
     if source == f"{module}.weight" and format.is_quantized(module):
         owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
         reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
-        metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
+        metadata |= {keys.DEQUANTIZED_FROM: format.scheme(module).text, keys.DEQUANTIZED_BECAUSE: reason}
     assert weight.value.dtype is not None
     blocks = skeleton.blocks(weight.parameter, weight.transposed, weight.value.dtype.numpy())
     size = byte_size(weight.value)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from quantmoe.exporter.durable_files import sync
-from quantmoe.exporter.folder.files import MODEL, is_plain, is_weights, weight_files
+from quantmoe.exporter.folder.files import MODEL, STAGE, is_plain, is_weights, weight_files
 from quantmoe.exporter.folder.metadata import FILES
 from quantmoe.exporter.folder.model_file import load_own
 from quantmoe.exporter.folder.record import file_hash
@@ -29,7 +29,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-STAGE = "quantmoe.partial"
 #: in ``STAGE``: the new model with its weights under second names, and the record of the model that it replaces
 _INTERIM, _REPLACED = "interim.onnx", "replaced.onnx"
 #: in ``STAGE``: names of what an export wrote there, each followed by a NUL; its own is the first

@@ -26,6 +26,7 @@ from quantmoe.exporter.folder.files import (
     MODEL,
     MTP_MODEL,
     PROCESSOR,
+    TOKENIZER,
     VISION_MODEL,
     rank_folder,
     ranks_in,
@@ -33,7 +34,7 @@ from quantmoe.exporter.folder.files import (
 )
 from quantmoe.exporter.folder.metadata import CONTEXT_LENGTH, EOS, SHORT_CONTEXT
 from quantmoe.exporter.folder.model_file import ranks_stated
-from quantmoe.exporter.folder.tokenizer import TOKENIZER, end_tokens
+from quantmoe.exporter.folder.tokenizer import end_tokens
 from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.reading.companions import check_companions, companion_files
 from quantmoe.exporter.reading.eagle3 import take_head

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quantmoe.exporter.folder.tokenizer import TOKENIZER, read_tokenizer
+from quantmoe.exporter.folder.files import TOKENIZER
+from quantmoe.exporter.folder.tokenizer import read_tokenizer
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.writing.battery import texts
 

@@ -47,6 +47,8 @@ from quantmoe.benchmarks.machine_limits import cache_bytes, probe_int8, probe_re
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.exporter.command_arguments import check_files, listed, terminal
+from quantmoe.exporter.command_words import Command
+from quantmoe.exporter.common_options import GROUP_SIZE, Output, Plot, Threads, panel_option
 from quantmoe.exporter.errors import ModelError
 from quantmoe.ort_ext import library_path
 from quantmoe.runtime.opened_model import runtime
@@ -278,40 +280,44 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 def bench(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="measure these layers, or H/I/E/k", show_default="qwen3-30b-a3b,gpt-oss-20b", **listed()),
+        panel_option("Layer", "measure these layers, or H/I/E/k", show_default="qwen3-30b-a3b,gpt-oss-20b", **listed()),
     ] = None,
     format: Annotated[
-        list[str] | None, typer.Option(help="measure these weight formats", show_default="int4,int8", **listed())
+        list[str] | None,
+        panel_option("Layer", "measure these weight formats", show_default="int4,int8", **listed()),
     ] = None,
     group_size: Annotated[
-        list[int] | None,
-        typer.Option(help="measure these group sizes; -1: a row", show_default="32,128", **listed(int)),
+        list[int] | None, panel_option("Layer", GROUP_SIZE, show_default="32,128", **listed(int))
     ] = None,
     *,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(
-            help="measure calls of N tokens, or ranges as 1..8",
+        panel_option(
+            "Layer",
+            "measure calls of N tokens, or ranges as 1..8",
             show_default="1,4,..,1024",
             **listed(int, 1, ranges=True),
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="use N CPU threads; 0: one a CPU")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help=f"call each side N times, for {CELL_SECONDS:g} s at most")] = 30,
+    skew: Annotated[bool, panel_option("Layer", "route tokens by Zipf 1.0, not uniformly", "--skew")] = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="compare with ort-qmoe (QMoE) or ggml (llama.cpp)", **listed()),
+        panel_option("Measure", "compare with ort-qmoe (QMoE) or ggml (llama.cpp)", **listed()),
     ] = None,
-    skew: Annotated[bool, typer.Option("--skew", help="route tokens by Zipf 1.0, not uniformly")] = False,
-    session: Annotated[bool, typer.Option("--session", help="measure only session creation: time and memory")] = False,
-    packing: Annotated[bool, typer.Option("--packing", help="measure only the packer")] = False,
-    json_file: Annotated[Path | None, typer.Option("--output", help="write the results to this file, as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
+    repeat: Annotated[
+        int, panel_option("Measure", f"time each side N times, for {CELL_SECONDS:g} s at most", min=1, metavar="N")
+    ] = 30,
+    session: Annotated[
+        bool, panel_option("Measure", "measure only session creation: time and memory", "--session")
+    ] = False,
+    packing: Annotated[bool, panel_option("Measure", "measure only the packer", "--packing")] = False,
+    threads: Threads = 0,
+    output: Output = None,
+    plot: Plot = None,
 ) -> list[LayerCell]:
     """Time one expert layer beside the machine's limits and other implementations.
 
-    Lists are given as a,b,c or by repeating an option. The default layers take about 5 minutes on 2 cores; with
-    --session the default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
+    Give lists as a,b,c. The default layers take about 5 minutes on 2 cores.
     """
     for chosen, allowed, option in (
         (format, FORMATS, "--format"),
@@ -321,9 +327,9 @@ def bench(
             raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(allowed)}", param_hint=option)
     if sizes := [g for g in group_size or () if g not in (-1, 16) and (g < 32 or g % 32)]:
         raise typer.BadParameter(f"{sizes[0]}; expected -1, 16 or a multiple of 32", param_hint="--group-size")
-    if (session or packing) and (json_file or plot):
+    if (session or packing) and (output or plot):
         raise typer.BadParameter("has no cells to write", param_hint="--session" if session else "--packing")
-    check_files(json_file, plot)
+    check_files(output, plot)
     threads, against = threads or native.cpus(), list(dict.fromkeys(against or ()))
     layers = [
         (name, _shape(name), kind, group)
@@ -346,8 +352,8 @@ def bench(
         cells = _cells(
             console, layers, tokens, threads=threads, repeat=repeat, against=against, skew=skew, folder=Path(folder)
         )
-    if json_file:
-        json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n", encoding="utf-8")
+    if output:
+        output.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n", encoding="utf-8")
     if plot:
         draw(cells, plot)
     return cells
@@ -587,5 +593,5 @@ def draw(cells: Sequence[LayerCell], path: Path) -> None:
 
 #: the commands of ``quantmoe bench``
 app = typer.Typer()
-app.command("layer")(bench)
-app.command("model")(bench_model)
+app.command("layer", cls=Command)(bench)
+app.command("model", cls=Command)(bench_model)

@@ -42,8 +42,9 @@ from quantmoe.benchmarks.random_checkpoint import CONFIGS
 from quantmoe.benchmarks.random_gguf import write_gguf
 from quantmoe.custom_ops import native
 from quantmoe.exporter.command_arguments import check_files, listed, need, terminal
+from quantmoe.exporter.common_options import BATCH, LM_HEAD, Device, Output, Plot, Threads, panel_option
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.folder.files import GENAI
+from quantmoe.exporter.folder.files import CONFIG, GENAI
 from quantmoe.exporter.folder.model_file import check_alone, model_path
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.targets import of_device
@@ -203,56 +204,63 @@ def bench_model(
     ],
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            help="compare with llama.cpp, genai, or a FOLDER of onnxruntime-genai",
-            **listed(),
-        ),
+        panel_option("Measure", "compare with llama.cpp, genai, or a FOLDER of onnxruntime-genai", **listed()),
     ] = None,
     depths: Annotated[
         list[int] | None,
-        typer.Option(help="generate after N tokens in the cache", show_default="0,2048,16384", **listed(int, least=0)),
+        panel_option(
+            "Measure", "generate after N tokens in the cache", show_default="0,2048,16384", **listed(int, least=0)
+        ),
     ] = None,
     *,
     prefill: Annotated[
         list[int] | None,
-        typer.Option(help="read prompts of N tokens", show_default="128,512,2048", **listed(int, least=1)),
+        panel_option("Measure", "read prompts of N tokens", show_default="128,512,2048", **listed(int, least=1)),
     ] = None,
     batch: Annotated[
-        list[int] | None,
-        typer.Option(help="generate N sequences at once", show_default="1,8,32", **listed(int, least=1)),
+        list[int] | None, panel_option("Measure", BATCH, show_default="1,8,32", **listed(int, least=1))
     ] = None,
+    steps: Annotated[int, panel_option("Measure", "generate N tokens each time", min=1, metavar="N")] = 32,
+    repeat: Annotated[
+        int, panel_option("Measure", f"time each side N times, for {CELL_SECONDS:g} s at most", min=1, metavar="N")
+    ] = 5,
+    cpu_time: Annotated[bool, panel_option("Measure", "count CPU seconds; needs --threads 1", "--cpu-time")] = False,
+    profile: Annotated[bool, panel_option("Measure", "show QuantMoE's time by node type", "--profile")] = False,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="take only the first N layers", show_default="what memory holds")
+        int | None,
+        panel_option("Model", "take only the first N layers", min=1, metavar="N", show_default="what memory holds"),
     ] = None,
-    lm_head: Annotated[
-        Literal["int4", "int8"] | None, typer.Option(help="quantize the LM head of a shape", show_default="bf16")
-    ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="run both sides on the CPU or on a GPU")] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="use N CPU threads a side; 0: one a CPU")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help=f"run each side N times, for {CELL_SECONDS:g} s at most")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="generate N tokens in a run")] = 32,
-    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="count CPU seconds; needs --threads 1")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="show QuantMoE's time by node type")] = False,
-    json_file: Annotated[Path | None, typer.Option("--output", help="write the results to this file, as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the results into this file")] = None,
-    keep: Annotated[Path | None, typer.Option(help="keep the models of a shape or file in this folder")] = None,
+    lm_head: Annotated[Literal["int4", "int8"] | None, panel_option("Model", LM_HEAD, show_default="bf16")] = None,
     weights: Annotated[
         Literal["Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0", "MXFP4", "UD-Q4_K_XL", "UD-Q3_K_XL"] | None,
-        typer.Option(help="give a shape GGUF weights of this type", show_default="int4 and Q4_0"),
+        panel_option(
+            "Model",
+            "give a shape GGUF weights: Q4_0, Q4_K_M, MXFP4, ..",
+            metavar="TYPE",
+            show_default="int4 and Q4_0",
+        ),
     ] = None,
+    keep: Annotated[
+        Path | None, panel_option("Model", "keep the models of a shape or file in this folder", metavar="FOLDER")
+    ] = None,
+    device: Device = "cpu",
+    threads: Threads = 0,
+    output: Output = None,
+    plot: Plot = None,
 ) -> dict[str, Any]:
     """Time a model's prompts, and token generation by cache depth and batch.
 
-    Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
-    fit. A GGUF file is exported, and llama.cpp has the file itself.
+    Give lists as a,b,c. A shape is a model of random weights, with as many layers as fit.
 
     \f
+
+    A GGUF file is exported, and llama.cpp has the file itself.
 
     Raises:
         ModelError: the folder is no model, a shape does not fit, or our side fails.
     """
     against = list(dict.fromkeys(against or ()))
-    _check(model, against, (layers, lm_head, weights, keep), (json_file, plot))
+    _check(model, against, (layers, lm_head, weights, keep), (output, plot))
     on_gpu = of_device(device).on_gpu
     if on_gpu and (cpu_time or profile or threads):
         raise typer.BadParameter("of the CPU", param_hint="--cpu-time, --profile or --threads with --device cuda")
@@ -326,8 +334,8 @@ def bench_model(
         if profile:
             stack.close()  # no session beside the one that is profiled
             result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
-        if json_file:
-            json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if output:
+            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if plot:
             draw(done, plot)
         return result
@@ -342,7 +350,7 @@ def _check(
     """Refuse arguments of :func:`bench_model` that do not go together, and peers that are not installed.
 
     Args:
-        shapes: layers, lm_head, weights, keep. files: json_file, plot.
+        shapes: layers, lm_head, weights, keep. files: output, plot.
     """
     layers, lm_head, weights, keep = shapes
     if wrong := [name for name in against if name not in PEERS and not (Path(name) / GENAI).is_file()]:
@@ -369,7 +377,7 @@ def _check(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = model_path(folder).parent / "config.json"
+    path = model_path(folder).parent / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         return dict(config.get("text_config") or config)

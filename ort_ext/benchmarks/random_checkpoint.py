@@ -16,6 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from quantmoe.exporter.folder.files import CONFIG
+
 #: of hybrid models: three layers of linear attention, one of full attention
 _HYBRID: dict[str, Any] = {
     "hidden_size": 2048,
@@ -214,7 +216,7 @@ def model_config(config: Mapping[str, Any]) -> Any:
 
     from quantmoe.exporter.graph.config import check_implementations, with_own_code
 
-    check_implementations(config, Path("config.json"))
+    check_implementations(config, Path(CONFIG))
     given = {name: value for name, value in config.items() if name not in ("model_type", "quantization_config")}
     return with_own_code(transformers.AutoConfig.for_model(config["model_type"], **given))
 
@@ -329,7 +331,7 @@ def write(folder: Path, config: Mapping[str, Any], group_size: int, data: bool =
         "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*router$"],
     }
     named = {**COMMON, **config} | ({"quantization_config": quantization} if group_size else {})
-    (folder / "config.json").write_text(json.dumps(named), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(named), encoding="utf-8")
     rng = np.random.default_rng(0)
     pool = rng.bytes(1 << 26) if data else b""
     normal = rng.normal(size=1 << 22).astype(np.float32)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.folder.json_files import read_object, vocabulary_of
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.serving.batching.scheduler import BusyError
@@ -33,7 +34,7 @@ class Embeddings:
         folder = model.path.parent
         self.model, self.name, self.began = model, folder.resolve().name, int(time.time())
         self.metrics, self.tokenizer = Metrics(), load_tokenizer(folder)
-        model.vocabulary = vocabulary_of(read_object(folder / "config.json"))
+        model.vocabulary = vocabulary_of(read_object(folder / CONFIG))
         self.length = PromptLength(self.tokenizer, model.context, "a text", "shorten the text")
         self._queue, self._waiting, self._turn = queue, 0, asyncio.Lock()
 

@@ -21,7 +21,7 @@ def open_server(
     *,
     batch: int = BATCH,
     queue: int = QUEUE,
-    max_length: int | None = None,
+    context: int | None = None,
     prefix_cache: int | None = None,
     cache_memory: int | None = None,
     threads: int = 0,
@@ -32,22 +32,22 @@ def open_server(
     Args:
         batch: requests that run together.
         queue: requests that wait; more are refused.
-        max_length: tokens of a prompt and its answer at most; None: 8,192, or the model's context if that is shorter.
+        context: tokens of a prompt and its answer at most; None: 8,192, or the model's context if that is shorter.
         prefix_cache: bytes for the keys and values of earlier prompts; None: 1 GB, 0: none are kept.
-        cache_memory: bytes for the blocks of a ``--paged`` folder; None: ``batch`` times ``max_length`` tokens.
+        cache_memory: bytes for the blocks of a ``--paged`` folder; None: ``batch`` times ``context`` tokens.
         threads: as :class:`quantmoe.Generator`'s, as are ``device``, ``chunk``, ``experts``, ``ram``, ``gpu_memory``.
 
     Raises:
         OptionError: an option does not fit the model.
         ModelError: the folder has no model that a server can run.
     """
-    wanted = max_length or LENGTH
+    wanted = context or LENGTH
     model = ServedModel(model_path(outdir), threads, max_length=wanted, batch=batch, **options)
     if cache_memory is not None and not model.paged:
         raise OptionError("cache_memory is for folders of export --paged")
     length = min(model.context, model.short_context, wanted)
-    if max_length is not None and max_length > length:
-        raise OptionError(f"max_length is {max_length}, this model has {length}")
+    if context is not None and context > length:
+        raise OptionError(f"context is {context}, this model has {length}")
     if model.encoder:
         return Embeddings(model, queue)
     kept = PREFIXES if prefix_cache is None else prefix_cache

@@ -34,10 +34,10 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=8, help="requests that a replica runs together")
     parser.add_argument("--queue", type=int, default=64, help="requests that wait for a replica; more are refused")
-    parser.add_argument("--max-length", type=int, help="tokens of a prompt and its answer")
+    parser.add_argument("--context", type=int, help="tokens of a prompt and its answer")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
-    options = {"batch": given.batch, "queue": given.queue, "max_length": given.max_length, "device": given.device}
+    options = {"batch": given.batch, "queue": given.queue, "context": given.context, "device": given.device}
     serve.start(http_options={"host": given.host, "port": given.port})
     replicas = Serving.options(
         num_replicas=given.replicas,

@@ -18,7 +18,7 @@ from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Unpack, get_type_hints
+from typing import Annotated, Any, Unpack, get_type_hints
 
 import numpy as np
 import onnx_ir as ir
@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from quantmoe.benchmarks.bench import app as benches
 from quantmoe.custom_ops.op_def.schema import schema
 from quantmoe.exporter.choosing.options import ExportOptions, Options
-from quantmoe.exporter.cli import app
+from quantmoe.exporter.cli import app, main
 from quantmoe.exporter.command_arguments import EXTRAS, listed
 from quantmoe.exporter.commands.generate import speed
 from quantmoe.exporter.folder.files import LFS_POINTER
@@ -86,11 +86,28 @@ def test_what_needs_no_model_imports_nothing_large(arguments: str) -> None:
     assert not done.imported & {"numpy", "onnx_ir", "torch", "transformers", "onnxruntime"}
 
 
-@pytest.mark.parametrize("command", ["export", "generate", "serve", "inspect"])
-def test_help_reads_at_a_glance(command: str) -> None:
-    assert len(quantmoe(command, "--help", COLUMNS="80").out.splitlines()) <= 60
-    for parameter in typer.main.get_command(app).commands[command].params:
-        assert len((parameter.help or "").split()) <= 12, parameter.name
+def commands() -> dict[str, Any]:
+    """Every command by its name, as "bench layer"."""
+    of_app, of_bench = (typer.main.get_command(one).commands for one in (app, benches))
+    return {name: of_app[name] for name in of_app if name != "bench"} | {
+        f"bench {name}": of_bench[name] for name in of_bench
+    }
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_reads_at_a_glance(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 60 lines of 80 columns, at most 12 words an option, words instead of types; -h is --help."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["quantmoe", *name.split(), "-h"])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert not done.value.code
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 60
+    options = shown.partition("Options ─")[2]
+    assert not re.search(r"<(bool|int|float|str|path|Any)[ >]", options), options
+    for parameter in commands()[name].params:
+        assert 0 < len((parameter.help or "").split()) <= 12, parameter.name
 
 
 def reference(page: str) -> str:
@@ -153,12 +170,42 @@ def test_a_shell_completes_options() -> None:
     assert "_QUANTMOE_COMPLETE=complete_bash" in script
 
 
-@pytest.mark.parametrize("word", ["experts", "trace", "memory-speed", "disk-speed", "ram", "json", "layers"])
-def test_no_option_means_two_things(word: str) -> None:
-    """Commands that have an option in common say the same of it."""
-    commands = [of.commands for of in map(typer.main.get_command, (app, benches))]
-    said = {p.help for some in commands for command in some.values() for p in command.params if f"--{word}" in p.opts}
-    assert len(said) == 1
+def test_no_option_means_two_things() -> None:
+    """Commands that have an option in common say the same of it, except times and the other side."""
+    said: dict[str, set[str]] = {}
+    for command in commands().values():
+        for one in command.params:
+            for name in one.opts:
+                if name.startswith("-"):
+                    text = "compare with" if name == "--against" else one.help
+                    said.setdefault(name, set()).add(re.sub(r"\d+ s\b", "N s", text))
+                    assert name != "--against" or one.help.startswith(text)
+    assert len(said) > 100
+    assert {name: texts for name, texts in said.items() if len(texts) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("generate a --temp 1", "quantmoe generate: no such option: --temp; type --temperature;"),
+        ("generate a --top_k 3", "quantmoe generate: no such option: --top_k; type --top-k;"),
+        ("generate a -ngl 99", "quantmoe generate: no such option: -ngl; type --device cuda, which runs all layers"),
+        ("serve a --n-gpu-layers=9", "quantmoe serve: no such option: --n-gpu-layers; type --device cuda, "),
+        ("export a b -ngl 9", "quantmoe export: no such option: -ngl; quantmoe export --help"),
+        ("generate a -nx", "quantmoe generate: no such option: -nx; type -n; quantmoe generate --help"),
+        ("generate a -n x", "quantmoe generate: invalid value for '--max-new-tokens': "),
+        ("serve a --ctx-size 9", "quantmoe serve: no such option: --ctx-size; type --context;"),
+        ("bench model a --prefil 9", "quantmoe bench model: no such option: --prefil; type --prefill;"),
+        ("run a", "quantmoe: no such command: run; type quantmoe generate;"),
+        ("chat", "quantmoe: no such command: chat; type quantmoe generate;"),
+        ("bench modle", "quantmoe bench: no such command: modle; type quantmoe bench model;"),
+        ("zzz", "quantmoe: no such command: zzz; quantmoe --help lists"),
+    ],
+)
+def test_words_of_other_tools(typed: str, said: str) -> None:
+    done = quantmoe(*typed.split())
+    assert done.code == 2
+    assert done.line.startswith(said)
 
 
 def test_help_says_what_a_checkpoint_may_be() -> None:
@@ -335,7 +382,7 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
             "export a b --max-file-size 1x",
             "quantmoe export: invalid value for '--max-file-size': '1x': expected bytes, as ",
         ),
-        ("exprot a b", "quantmoe: no such command 'exprot'"),
+        ("exprot a b", "quantmoe: no such command: exprot; type quantmoe export"),
         ("generate a", "quantmoe generate: standard input: expected a prompt, found no text; give --prompt, --file or"),
         ("generate a --file none", "quantmoe generate: invalid value for --file: none: No such file or directory"),
         ("generate a --file . --prompt b", "quantmoe generate: --file does not go with --prompt"),
@@ -452,7 +499,7 @@ def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
 #: command -> modules of quantmoe that it runs
 MODULES = {
     "export": ["exporter.writing.convert", "exporter.writing.plan"],
-    "inspect": ["exporter.inspecting.inspect", "exporter.inspecting.explain", "exporter.inspecting.survey"],
+    "inspect": ["exporter.inspecting.inspect", "exporter.surveying.explain", "exporter.surveying.survey"],
     "unpack": ["exporter.inspecting.unpack"],
     "generate": ["runtime.generate", "runtime.chat"],
     "serve": ["serving.command", "serving.opening"],

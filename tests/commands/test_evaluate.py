@@ -174,7 +174,16 @@ def test_layers_of_a_checkpoint_come_and_go(checkpoint: Path) -> None:
 
 def test_the_command(exact: Path, rounded: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
-    arguments = ["evaluate", str(rounded), "--text", str(tmp_path / "text"), "--windows", "2", "--window", str(WINDOW)]
+    arguments = [
+        "evaluate",
+        str(rounded),
+        "--text",
+        str(tmp_path / "text"),
+        "--max-windows",
+        "2",
+        "--window",
+        str(WINDOW),
+    ]
     run = CliRunner().invoke
     compared = [*arguments, "--against", str(exact), "--each-layer", "--plot", str(tmp_path / "kld.svg")]
     shown = run(app, compared, catch_exceptions=False).output

@@ -19,8 +19,8 @@ from support.models.checkpoints import same_matrix, write_checkpoint
 from support.models.encoders import CASES, Case, awq, bit_stream, gptq, random_matrix
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.prepare import open_format
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -33,13 +33,13 @@ from quantmoe.exporter.folder.model_file import load
 from quantmoe.exporter.folder.tokenizer import load_tokenizer
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting import unpack
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import is_model, survey
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.gguf.blocks import CARRIED
 from quantmoe.exporter.reading.gguf.header import MAX_METADATA, TYPES, read_header
 from quantmoe.exporter.report import print_survey
+from quantmoe.exporter.surveying.explain import explain
+from quantmoe.exporter.surveying.survey import is_model, survey
 from quantmoe.exporter.writing.battery import texts
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

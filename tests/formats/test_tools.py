@@ -14,9 +14,9 @@ import pytest
 from support.models.checkpoints import check_layer, write_checkpoint
 from support.models.encoders import CASES
 
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import FORMATS, CheckpointError, Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

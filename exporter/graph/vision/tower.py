@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.graph.lowering.embeddings import keep_tables
 from quantmoe.exporter.graph.lowering.weights import Weight, place_weights
 from quantmoe.exporter.graph.model import Skeleton, quiet
@@ -89,7 +90,7 @@ class Tower(Stored):
         super().__init__(format, DTYPES[target.tower_type or dtype])
         self.features, folder = DTYPES[dtype], format.ckpt.folder
         making = doing(f"{folder}: making the vision tower without weights")
-        with init_empty_weights(), quiet(), making, reading(str(folder / "config.json")):
+        with init_empty_weights(), quiet(), making, reading(str(folder / CONFIG)):
             self.model = family.tower(config).to(self.dtype).eval().requires_grad_(requires_grad=False)
         found = {}
         for name in format.parameters():

@@ -24,6 +24,7 @@ import regex
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.weights import rotations
 from quantmoe.exporter.reading.weights.base import (
@@ -169,7 +170,7 @@ class CompressedTensors(Format):
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)
         raw = ckpt.quantization
-        config = ckpt.folder / "config.json"
+        config = ckpt.folder / CONFIG
         transforms = raw.get("transform_config")
         if transforms and (reason := rotations.refusal(transforms, bool(raw.get("kv_cache_scheme")))):
             raise CheckpointError(f"{config}: {reason}")

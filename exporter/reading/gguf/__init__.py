@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.folder.files import CONFIG, GENERATION_CONFIG
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import MAX_TENSORS, dense
 from quantmoe.exporter.reading.checkpoint import Checkpoint as Checkpoint
@@ -161,11 +162,9 @@ class GGUF(ChangedTensors):
         """A folder with config.json and the tokenizer, as they lie beside a checkpoint; it goes with this object."""
         self._temporary = tempfile.TemporaryDirectory(prefix="quantmoe-gguf-")
         folder = Path(self._temporary.name)
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2), encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(self.config, indent=2), encoding="utf-8")
         if self.generation_config:
-            (folder / "generation_config.json").write_text(
-                json.dumps(self.generation_config, indent=2), encoding="utf-8"
-            )
+            (folder / GENERATION_CONFIG).write_text(json.dumps(self.generation_config, indent=2), encoding="utf-8")
         with doing(str(self.folder)):
             self.no_tokenizer = self._write_tokenizer(folder) if self._has_tokenizer else "the file has none"
         return folder

@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.config_fields import MAX_SIZE, check_sizes
 from quantmoe.exporter.reading.families import GATES
@@ -67,7 +68,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     """``experts``: the children of each expert; {} when they are fused."""
     whole, family = format.ckpt.text_config, format.ckpt.family
     config = whole if format.part else of_layer(whole, _index(name))
-    path = format.ckpt.folder / "config.json"
+    path = format.ckpt.folder / CONFIG
 
     def setting(kind: type, *keys: str) -> Any:
         key = next((key for key in keys if config.get(key) is not None), None)

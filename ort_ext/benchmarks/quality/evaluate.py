@@ -20,8 +20,8 @@ from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.folder.interface import NUM_LOGITS, present
 from quantmoe.exporter.folder.metadata import TARGET
 from quantmoe.exporter.folder.model_file import load, model_path
-from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.windows import WINDOW, windows_of
+from quantmoe.exporter.surveying.survey import is_model
 from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.runtime.generate import Generator
 from quantmoe.runtime.opened_model import need_count

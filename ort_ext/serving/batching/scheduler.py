@@ -155,7 +155,7 @@ class Scheduler:
         check_serves(model)
         self._size = cache_bytes
         longer = capacity < min(model.context, model.short_context)
-        way_out = "shorten the prompt" + ", or start the server with a larger --max-length" * longer
+        way_out = "shorten the prompt" + ", or start the server with a larger --context" * longer
         #: of prompts
         self.length = PromptLength(text.tokenizer, capacity - 1, "the prompt", way_out)
         self.model, self.text, self.capacity, self.queue = model, text, capacity, queue

@@ -32,12 +32,12 @@ from quantmoe.exporter.graph import trace
 from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.report import selection
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.targets import CPU, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.folder.interface import ENCODER_TENSORS
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.ort_ext import library_path

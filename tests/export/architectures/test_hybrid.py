@@ -26,12 +26,12 @@ from quantmoe.benchmarks.bench_model import touched_bytes
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.families import UNSUPPORTED
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.weights.base import Format
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

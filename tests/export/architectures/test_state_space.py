@@ -29,9 +29,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.modules.states.state_space import recognise
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -484,6 +485,15 @@ def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, input=stdin, capture_output=True, text=True)
 
 
+def test_a_shorter_context(talking: Path) -> None:
+    done = generate(talking, "--ids", "1,2,3", "-n", 50, "-c", 10)
+    assert (done.returncode, done.stdout.count(",")) == (0, 6), done.stderr
+    assert "the answer ended at the model's context of 10 tokens" in done.stderr
+    refused = generate(talking, "--ids", "1,2,3", "--context", 10**6)
+    assert refused.returncode == 1
+    assert "--context is 1000000, this model has" in refused.stderr
+
+
 def test_command_line(talking: Path, exported) -> None:
     expected = "".join(Chat(Generator(talking)).reply("hello", 9))
     done = generate(talking, "--prompt", "hello", "--max-new-tokens", 9)
@@ -957,6 +967,9 @@ def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
     with asking(folder, "--max-new-tokens", 3, "--temperature", 0) as (shell, type_lines):
         type_lines("/set parameter num_predict 5\n", "hello\n")
         shell.until_said(b"decode: 5 tokens")
+        type_lines("/set format json\n", "an object\n")
+        shell.until(lambda: re.search(rb'\{[\s"}]', shell.shown))
+        type_lines("/set noformat\n")
         type_lines(
             "/set parameter temperature 0.7\n", '/set parameter stop "\\"\n', "/set system Be kind.\n", "/show\n"
         )
@@ -968,7 +981,9 @@ def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
             ("/set parameter temperature hot", "temperature is 'hot', expected a number from 0"),
             ("/set parameter num_predict 0", "num_predict is 0, expected a number of tokens, or -1 for no limit"),
             ("/set parameter num_ctx 5", "num_ctx cannot be set, expected one of: temperature, "),
-            ("/set format json", "/set format: expected parameter, system, history or nohistory; /help lists"),
+            ("/set format xml", "/set format xml: expected one of: parameter NAME X, system TEXT, format json"),
+            ("/set think", "this model's chat template has no enable_thinking or thinking: reasoning cannot be set"),
+            ("/set think low", "this model's chat template has no reasoning_effort: reasoning cannot be set"),
             ("/read", "/read: expected the name of a file"),
             (f"/read {folder / 'model.onnx'}", "model.onnx: expected text in UTF-8"),
             ("/set parameter num_predict -1", ""),
@@ -979,7 +994,23 @@ def test_answers_are_set_as_in_ollama(talking: Path, tmp_path: Path) -> None:
             shell.until_said(said.encode())
         assert shell.program.wait(60) == 0
     messages = json.loads((tmp_path / "saved").read_text(encoding="utf-8"))["messages"]
-    assert [m["content"] for m in messages if m["role"] != "assistant"] == ["Be kind.", "hello", "the sea\nis blue"]
+    assert [m["content"] for m in messages if m["role"] != "assistant"] == [
+        "Be kind.",
+        "hello",
+        "an object",
+        "the sea\nis blue",
+    ]
+
+
+def test_reasoning_is_set_as_in_ollama(calling: Path) -> None:
+    text, messages = Text(calling), [{"role": "user", "content": "hi"}]
+    without = text.encode(messages, arguments=TemplateArguments(variables={"enable_thinking": False}))
+    with asking(calling, "--max-new-tokens", 1) as (shell, type_lines):
+        type_lines("/set nothink\n", "hi\n")
+        shell.until_said(f"prompt: {len(without)} tokens".encode())
+        type_lines("/set think\n", "/clear\n", "hi\n", "/quit\n")
+        assert shell.program.wait(60) == 0
+    assert len(text.encode(messages)) < len(without)
 
 
 def test_typed_lines_are_kept_for_the_next_conversation(talking: Path, tmp_path: Path) -> None:

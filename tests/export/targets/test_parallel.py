@@ -39,13 +39,13 @@ from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.folder.files import ranks_in
 from quantmoe.exporter.folder.record import file_hash
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
 from quantmoe.exporter.reading.formats import moe_layers
 from quantmoe.exporter.reading.slices import Cut, Slice
+from quantmoe.exporter.surveying.explain import explain
+from quantmoe.exporter.surveying.survey import is_model
 from quantmoe.exporter.targets import CUDA, TARGETS
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.identity import export_id

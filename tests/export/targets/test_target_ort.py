@@ -27,13 +27,13 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph.lowering.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.lowering.weights import Weight
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
+from quantmoe.exporter.surveying.explain import explain
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

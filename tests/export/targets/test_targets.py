@@ -14,7 +14,7 @@ import pytest
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.targets import CPU, TARGETS, Target, by_name, of_layout
 from quantmoe.exporter.writing.convert import export
 

@@ -35,12 +35,12 @@ from quantmoe.exporter.choosing.choose import Candidate, layer_candidate, linear
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import MoELayer, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.weights.rounding import HEAD_GROUPS
 from quantmoe.exporter.reading.weights.unquantized import KINDS, Unquantized
+from quantmoe.exporter.surveying.explain import explain
 from quantmoe.exporter.targets import TARGETS, of_layout
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan

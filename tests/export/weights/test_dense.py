@@ -32,12 +32,12 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.choosing import choose
 from quantmoe.exporter.choosing.choose import choose_layer, layer_spec
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
+from quantmoe.exporter.surveying.explain import explain
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import open_format

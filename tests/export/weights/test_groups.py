@@ -20,14 +20,14 @@ from support.harness.once import made_once
 
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.inspecting.fit import fit
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.expert_map import balance, write_map
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.safetensors_file import write_safetensors
+from quantmoe.exporter.surveying.explain import explain
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.runtime.generate import Generator

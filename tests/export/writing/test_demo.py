@@ -54,7 +54,7 @@ def test_every_fixture_is_exported_run_and_compared(folder, tmp_path, monkeypatc
     out = tmp_path / "model"
     done = CliRunner().invoke(
         app,
-        ["demo", "--checkpoint", str(folder), "--output", str(out), "--max-new-tokens", "4"],
+        ["demo", "--checkpoint", str(folder), "--outdir", str(out), "--max-new-tokens", "4"],
         catch_exceptions=False,
     )
     assert done.exit_code == 0
@@ -62,6 +62,7 @@ def test_every_fixture_is_exported_run_and_compared(folder, tmp_path, monkeypatc
     assert len(compared.tokens) == len(compared.expected_tokens) == 4
     exact = compared.difference if compared.float_difference is None else compared.float_difference
     assert exact < 1e-4
+    assert inspect(out)["metadata"]["num_logits"] == "1"  # also of prompts
     assert not list(out.glob("*.partial"))
 
 

@@ -36,9 +36,9 @@ from quantmoe.exporter.folder.files import FILES, LFS_POINTER
 from quantmoe.exporter.folder.interface import PAGED, PAGED_TENSORS, TENSORS
 from quantmoe.exporter.folder.tokenizer import load_tokenizer, stop_tokens
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
-from quantmoe.exporter.inspecting.survey import survey
 from quantmoe.exporter.reading.formats import find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.safetensors_file import write_safetensors
+from quantmoe.exporter.surveying.survey import survey
 from quantmoe.exporter.targets import CPU, CUDA, ORT
 from quantmoe.exporter.writing import convert
 from quantmoe.exporter.writing.convert import export

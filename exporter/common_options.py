@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have. An option with one name means one thing in all of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.filesize import decimal
 
 from quantmoe.exporter.targets import CPU, CUDA
 
@@ -25,10 +26,16 @@ def bytes_or_auto(text: str) -> int | str:
     return "auto" if text == "auto" else parse_bytes(text)
 
 
-#: of options that are bytes, 12GB
+#: settings of an option that is a number of bytes, as 12GB
 SIZE: dict[str, Any] = {"parser": parse_bytes, "metavar": "SIZE"}
-#: the same where auto is what is free
+#: settings of a number of bytes, or auto: what is free
 ROOM: dict[str, Any] = {"parser": bytes_or_auto, "metavar": "SIZE|auto"}
+#: help of options with one meaning, where types or defaults differ
+GROUP_SIZE = "give N weights one scale; -1: a row"
+LM_HEAD = "quantize the LM head"
+TARGET = "choose what runs the files"
+PROMPT = "answer or continue this text"
+BATCH = "run N sequences together"
 
 
 def panel_option(panel: str, help: str, *names: str, **settings: Any) -> Any:
@@ -40,7 +47,14 @@ Device = Annotated[Literal["cpu", "cuda"], panel_option("Hardware", "run on the 
 Threads = Annotated[
     int,
     panel_option(
-        "Hardware", "use N threads; 0: automatic", "--threads", "-t", min=0, max=1024, metavar="N", show_default=False
+        "Hardware",
+        "use N CPU threads; 0: automatic",
+        "--threads",
+        "-t",
+        show_default=False,
+        min=0,
+        max=1024,
+        metavar="N",
     ),
 ]
 Experts = Annotated[
@@ -55,3 +69,18 @@ Chunk = Annotated[
         "Advanced", "read N prompt tokens a step", min=1, metavar="N", show_default=f"{CPU.chunk}, cuda: {CUDA.chunk}"
     ),
 ]
+DiskSpeed = Annotated[
+    int | None,
+    panel_option("Fit", "read the disk at SIZE a second", show_default=decimal(int(CPU.rates[1])), **SIZE),
+]
+Force = Annotated[bool, typer.Option("--force", help="replace earlier output")]
+Json = Annotated[bool, panel_option("Output", "print JSON", "--json")]
+Output = Annotated[Path | None, panel_option("Output", "write the result to this file", metavar="FILE")]
+Plot = Annotated[Path | None, panel_option("Output", "draw the result into this file", metavar="IMAGE")]
+
+
+def context_option(panel: str, default: str) -> Any:
+    """Return ``--context`` in a panel of ``--help``."""
+    return panel_option(
+        panel, "hold N tokens of prompt and answer", "--context", "-c", min=2, metavar="N", show_default=default
+    )

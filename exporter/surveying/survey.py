@@ -14,13 +14,13 @@ from quantmoe.custom_ops.op import ConvSpec
 from quantmoe.exporter.choosing.choose import check_floats, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.folder.files import MODEL, ranks_in
-from quantmoe.exporter.inspecting.gguf_types import types
 from quantmoe.exporter.reading.checkpoint import Checkpoint, is_gguf
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import Format, find_format, moe_layers, open_checkpoint
 from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.safetensors_file import DTYPES
+from quantmoe.exporter.surveying.gguf_types import types
 from quantmoe.exporter.targets import CPU, TARGETS
 
 

@@ -9,9 +9,9 @@ from quantmoe.custom_ops.layouts.qmoe import from_attributes
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import candidate, candidates
 from quantmoe.exporter.inspecting.inspect import inspect
-from quantmoe.exporter.inspecting.survey import is_model
 from quantmoe.exporter.reading.companions import check_companions
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.surveying.survey import is_model
 from quantmoe.exporter.targets import CPU
 
 
