@@ -137,6 +137,48 @@ def test_codes_of_2_and_3_bits(bits: int, v2: bool, tmp_path: Path) -> None:
     assert "carried" not in own.scheme("m").text
 
 
+def planes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return GPTQModel's gptq_p along the last axis: I32 [R, C bits / 32] of codes [R, C]."""
+    widths = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}[bits]
+    words, at = [], 0
+    for width in widths:
+        words.append(bit_stream(codes.reshape(-1, 32) >> at & (1 << width) - 1, width))
+        at += width
+    return np.concatenate(words, axis=1).reshape(len(codes), -1)
+
+
+@pytest.mark.parametrize(
+    ("packing", "bits"),
+    [(packing, bits) for packing in ("gptq_p", "auto_round", "auto_round:auto_gptq") for bits in range(2, 9)]
+    + [("auto_round:auto_awq", bits) for bits in range(4, 8)],
+)
+def test_packings_of_every_width(packing: str, bits: int, tmp_path: Path) -> None:
+    """Weights are code minus zero point times scale, with every code, in the widths that a packing has."""
+    rng, (n, k, g) = np.random.default_rng(bits), (64, 128, 32)
+    codes, zeros = (rng.integers(0, 2**bits, shape, np.uint8) for shape in ((n, k), (n, k // g)))
+    scales = rng.uniform(0.5, 1, (n, k // g)).astype(np.float16)
+    config = {"quant_method": "auto-round", "packing_format": packing}
+    pack, stored = bit_stream, zeros.T
+    if packing == "gptq_p":
+        pack, config = planes, {"quant_method": "gptq", "checkpoint_format": "gptq_p"}
+    elif packing == "auto_round:auto_gptq":
+        zeros = np.maximum(zeros, 1)  # AutoRound stores no less than 0
+        stored = zeros.T - np.uint8(1)
+    if packing == "auto_round:auto_awq":
+        order = (np.arange(n).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]]).reshape(-1)
+        tensors = {"qweight": bit_stream(codes.T[:, order], bits), "qzeros": bit_stream(zeros.T[:, order], bits)}
+    else:
+        tensors = {"qweight": np.ascontiguousarray(pack(codes, bits).T), "qzeros": pack(stored, bits)}
+    tensors = {f"m.{name}": array for name, array in (tensors | {"scales": np.ascontiguousarray(scales.T)}).items()}
+    config |= {"bits": bits, "group_size": g, "sym": False}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, config)))
+    want = (codes - np.repeat(zeros, g, axis=1).astype(np.float32)) * np.repeat(scales, g, axis=1).astype(np.float32)
+    for own in (format, format.with_widths(True)):
+        found, outlined = own.matrix("m"), own.outline().matrix("m")
+        np.testing.assert_array_equal(found.dequantize(np.float32), want)
+        assert (outlined.kind, outlined.shape) == (found.kind, found.shape) == (own.scheme("m").format, (n, k))
+
+
 @BY_ID
 def test_damage_is_named(case: Case, tmp_path: Path) -> None:
     """Each tensor in turn missing, of another shape, of another type."""
@@ -440,6 +482,34 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
             {"quant_method": "auto-round", "packing_format": "auto_round", "rotation_config": {"a": 1}},
             "rotation_config",
         ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round", "data_type": "mx_int", "bits": 4},
+            "AutoRound data_type 'mx_int', bits 4, packing_format 'auto_round'; supported: mx_fp 4, mx_fp 8",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "data_type": "nvfp4_v2"},
+            "AutoRound data_type 'nvfp4_v2'",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "rotation_config": {"a": 1}},
+            "rotation_config",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "rotation_config": {"a": 1}},
+            "rotation_config",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "act_bits": 8, "act_dynamic": True},
+            "act_group_size) (8, True, None); supported: bits 8, (8, False, 0) or (8, True, -1)",
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "extra_config": {"m": {"group_size": 64}}},
+            "extra_config 'm' has group_size of its own; expected bits 16",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "moe_sparsity_config": {"method": "prune", "num_experts": [1]}},
+            "moe_sparsity_config {'method': 'prune', 'num_experts': [1]}: layers differ in their number of experts",
+        ),
         ({"quant_method": "awq", "version": "gemv"}, "packing 'gemv'; supported: 4 bits, gemm"),
         ({"quant_method": "awq", "bits": 8}, "AWQ bits=8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),
@@ -532,11 +602,11 @@ def test_what_is_said_of_the_kv_cache(fields: dict, scale: str, text: str | None
                     "g": {
                         "targets": ["Linear"],
                         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-                        "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                        "input_activations": {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True},
                     }
                 },
             },
-            "per tensor, static, with weights per channel are not supported; supported: int8_token",
+            "int4 per token, dynamic, with weights per channel are not supported; supported: int8_token",
         ),
         (
             {

@@ -35,6 +35,18 @@ TABLE = {
     "llmcompressor-nvfp4": ("nvfp4", 16, "nvfp4"),
     "llmcompressor-nvfp4a16": ("nvfp4", 16, "none"),
     "llmcompressor-mxfp4": ("mxfp4", 32, "none"),
+    "compressed-tensors-0.20-w4a16-kv_head": ("int4", -1, "none"),
+    "compressed-tensors-0.20-w2_w3": ("int4", 32, "none"),
+    "compressed-tensors-0.20-w5_w6": ("int8", 32, "none"),
+    "compressed-tensors-0.20-w2a8-kv_int8": ("int4", 32, "int8_token"),
+    "compressed-tensors-0.20-w4afp8": ("int4", 32, "fp8_token"),
+    "compressed-tensors-0.20-fp8-rows_static": ("fp8_e4m3", -1, "fp8_tensor"),
+    "compressed-tensors-0.20-mxfp4": ("mxfp4", 32, "fp8_group128"),
+    "compressed-tensors-0.20-mxfp6": ("fp8_e4m3", 32, "mxfp8"),
+    "compressed-tensors-0.20-mxfp8": ("fp8_e4m3", 32, "mxfp8"),
+    "compressed-tensors-0.20-embedding": ("int8", 32, "none"),
+    "compressed-tensors-0.20-quip-nvfp4": ("nvfp4", 16, "nvfp4"),
+    "compressed-tensors-0.20-spinquant": ("int4", 32, "none"),
     "gptqmodel-gptq-desc_act": ("int4", 32, "none"),
     "gptqmodel-gptq-asym": ("int4", 32, "none"),
     "gptqmodel-gptq8-asym-desc_act": ("int8", 32, "none"),
@@ -42,6 +54,7 @@ TABLE = {
     "gptqmodel-gptq3-asym": ("int4", 32, "none"),
     "gptqmodel-gptq2-asym-v2": ("int4", 32, "none"),
     "gptqmodel-gptq_v2": ("int4", 32, "none"),
+    "gptqmodel-gptq_p": ("int8", 32, "none"),
     "gptqmodel-gptq-dynamic": ("int4", 32, "none"),
     "gptqmodel-awq": ("int4", 32, "none"),
     "gptqmodel-fp8-row": ("fp8_e4m3", -1, "none"),
@@ -62,6 +75,9 @@ TABLE = {
     "modelopt-nvfp4-gpt_oss": ("nvfp4", 16, "nvfp4"),
     "modelopt-fp8-llama4": ("fp8_e4m3", -1, "fp8_tensor"),
     "modelopt-fp8_pc_pt-gpt_oss": ("fp8_e4m3", -1, "fp8_token"),
+    "modelopt-fp8-kv": ("fp8_e4m3", -1, "fp8_tensor"),
+    "modelopt-nvfp4-kv": ("nvfp4", 16, "nvfp4"),
+    "modelopt-nvfp4-experts_only": ("nvfp4", 16, "nvfp4"),
     "quark-int4": ("int4", 32, "none"),
     "quark-int4-rows": ("int4", -1, "none"),
     "quark-uint4": ("int4", 32, "none"),
@@ -73,9 +89,25 @@ TABLE = {
     "quark-mxfp4-mxfp4": ("mxfp4", 32, "mxfp4"),
     "quark-mxfp6_e2m3": ("fp8_e4m3", 32, "none"),
     "quark-mxfp6_e3m2": ("fp8_e4m3", 32, "none"),
+    "quark-int8-int8": ("int8", -1, "int8_token"),
+    "quark-mxfp4-by_layer": ("mxfp4", 32, "fp8_tensor"),
     "autoround-gptqmodel": ("int4", 32, "none"),
     "autoround-gptqmodel-sym": ("int4", 32, "none"),
     "autoround-auto_gptq": ("int4", 32, "none"),
+    "autoround-bits": ("int8", 32, "none"),
+    "autoround-bits-asym": ("int8", 32, "none"),
+    "autoround-awq": ("int4", 32, "none"),
+    "autoround-awq6": ("int8", 32, "none"),
+    "autoround-as_gptq": ("int4", 32, "none"),
+    "autoround-as_awq": ("int4", 32, "none"),
+    "autoround-mxfp4": ("mxfp4", 32, "mxfp4"),
+    "autoround-mxfp8": ("fp8_e4m3", 32, "mxfp8"),
+    "autoround-nvfp4": ("nvfp4", 16, "nvfp4"),
+    "autoround-fp8_static": ("fp8_e4m3", -1, "fp8_tensor"),
+    "autoround-fp8_block": ("fp8_e4m3", 128, "fp8_group128"),
+    "autoround-fpw8a16": ("fp8_e4m3", -1, "none"),
+    "autoround-as_ct-nvfp4": ("nvfp4", 16, "nvfp4"),
+    "autoround-as_ct-fp8_static": ("fp8_e4m3", -1, "fp8_tensor"),
     "autoround-0.8-gptqmodel": ("int4", 32, "none"),
     "autoround-0.8-gptqmodel-sym": ("int4", 32, "none"),
     "autoround-0.8-auto_gptq": ("int4", 32, "none"),
@@ -99,6 +131,19 @@ TABLE = {
     "torchao-fp8-rows": ("fp8_e4m3", -1, "fp8_token"),
     "torchao-intx4": ("int4", 32, "none"),
     "torchao-int4": ("q4_1", 32, "none"),
+}
+#: fixture -> bits of gate and up that operators for other widths keep
+OWN_WIDTHS = {
+    "gptqmodel-gptq2-asym-v2": 2,
+    "gptqmodel-gptq3": 3,
+    "gptqmodel-gptq3-asym": 3,
+    "gptqmodel-gptq_p": 5,
+    "compressed-tensors-0.20-w2_w3": 3,
+    "compressed-tensors-0.20-w2a8-kv_int8": 2,
+    "compressed-tensors-0.20-w5_w6": 5,
+    "autoround-bits": 5,
+    "autoround-bits-asym": 5,
+    "autoround-awq6": 6,
 }
 
 
@@ -138,10 +183,18 @@ def test_tool(name: str) -> None:
     (layer,) = moe_layers(format)
     assert (layer.scheme.format, layer.scheme.group_size, layer.scheme.activation_format) == TABLE[name]
     check_tool(name, format)
-    if name.startswith(("gptqmodel-gptq2", "gptqmodel-gptq3")):
-        own = format.with_widths(True)
-        assert moe_layers(own)[0].scheme.format == f"int{name[14]}"
+    own = format.with_widths(True)
+    if moe_layers(own)[0].scheme != layer.scheme:
+        assert moe_layers(own)[0].scheme.format == f"int{OWN_WIDTHS[name]}"
         check_tool(name, own)
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row[2] == "fp8_tensor"])
+def test_static_activations_keep_their_scale(name: str) -> None:
+    """All fixtures whose activations have one scale for a tensor store it."""
+    (layer,) = moe_layers(find_format(open_checkpoint(FIXTURES / name)))
+    for matrix in (layer.expert(0).gate, layer.expert(0).up, layer.expert(0).down):
+        assert matrix is None or matrix.input_scale is not None
 
 
 def check_tool(name: str, format: Format) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_gguf
 from quantmoe.exporter.reading.config_fields import reading
 from quantmoe.exporter.reading.families import has_rows_for_experts
+from quantmoe.exporter.reading.formats.autoround import AutoRound
 from quantmoe.exporter.reading.formats.awq import AWQ
 from quantmoe.exporter.reading.formats.bitsandbytes import BitsAndBytes
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
@@ -36,6 +37,7 @@ from quantmoe.exporter.reading.weights.unquantized import Unquantized
 FORMATS: tuple[type[Format], ...] = (
     CompressedTensors,
     GPTQ,
+    AutoRound,
     AWQ,
     FP8,
     FBGEMM,

@@ -11,6 +11,8 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
 - ``nvfp4-pack-quantized``: weight_packed U8 [N, K/2], low nibble first; weight_scale F8_E4M3 [N, K/16];
   weight_global_scale F32 [1] and, for quantized activations, input_global_scale F32 [1], which divide.
 - ``mxfp4-pack-quantized``: weight_packed U8 [N, K/2]; weight_scale U8 [N, K/32], e8m0.
+- ``mxfp6-pack-quantized``: weight_packed U8 [N, 3 K/4], a dense bit stream of e2m3; weight_scale as mxfp4's. Codes are
+  carried as e4m3's of the same numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.folder.files import CONFIG
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.weights import rotations
+from quantmoe.exporter.reading.weights.affine import growth
 from quantmoe.exporter.reading.weights.base import (
     FLOATS,
     Format,
@@ -39,7 +42,7 @@ from quantmoe.exporter.reading.weights.base import (
     integer_kind,
     matches,
 )
-from quantmoe.exporter.reading.weights.bits import in_order, unpack_nibbles, unpack_words
+from quantmoe.exporter.reading.weights.bits import as_e4m3, in_order, unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format; integers' are :func:`integer_kind`'s
 WEIGHTS = {
@@ -52,6 +55,7 @@ WEIGHTS = {
     ("mxfp8-quantized", "float", 8): "fp8_e4m3",
     ("nvfp4-pack-quantized", "float", 4): "nvfp4",
     ("mxfp4-pack-quantized", "float", 4): "mxfp4",
+    ("mxfp6-pack-quantized", "float", 6): "fp8_e4m3",
 }
 #: (type of number, bits, strategy, group size, dynamic, symmetric) of activations -> op.def's activation_format
 ACTIVATIONS = {
@@ -141,24 +145,35 @@ class CompressedTensors(Format):
         Reads(
             "`pack-quantized` and `int-quantized` in 4 and 8 bits, `float-quantized`, `naive-quantized`, nvfp4, mxfp4, "
             "mxfp8",
-            ("llmcompressor-*",),
+            (
+                "llmcompressor-*",
+                "autoround-as_ct-*",
+                *(f"compressed-tensors-0.20-{name}" for name in ("w4*", "fp8-*", "mxfp4", "mxfp8", "embedding")),
+            ),
         ),
         Reads(
-            "`pack-quantized` in 2, 3, 5 and 6 bits",
-            ("test_other_bits_of_compressed_tensors",),
-            cuda="wider: 4 or 8 bits",
+            "`pack-quantized` in 2 and 3 bits, `int-quantized` in 2",
+            ("compressed-tensors-0.20-w2*", "test_other_bits_of_compressed_tensors"),
+            cuda="wider: 4 bits",
         ),
+        Reads(
+            "`pack-quantized` in 5 and 6 bits",
+            ("compressed-tensors-0.20-w5_w6", "test_other_bits_of_compressed_tensors"),
+            cuda="wider: 8 bits",
+        ),
+        Reads("`mxfp6-pack-quantized`", ("compressed-tensors-0.20-mxfp6",), exported="wider: fp8 e4m3"),
         Reads("`pack-quantized` in 7 bits", ("test_other_bits_of_compressed_tensors",), exported="wider: 8 bits"),
         Reads(
             "`transform_config`: rotations in the weights (SpinQuant's R1, R2), equal ones of queries and keys (R3)",
             ("test_rotations",),
         ),
         Reads(
-            "`transform_config`: Hadamard matrices that multiply inputs of linears (SpinQuant's R4, QuIP), in blocks "
-            "of a power of two, also with signs",
-            ("test_rotations",),
-            cuda="same; refused for experts' down_proj",
+            "`transform_config`: Hadamard matrices that multiply inputs of experts' down_proj (SpinQuant's R4, QuIP), "
+            "in blocks of a power of two, also with signs",
+            ("compressed-tensors-0.20-quip-nvfp4", "compressed-tensors-0.20-spinquant"),
+            cuda="no",
         ),
+        Reads("`transform_config`: these matrices for inputs of other linears", ("test_rotations",)),
         Reads(
             "`transform_config`: other matrices on inputs, and matrices on outputs",
             ("test_rotations",),
@@ -176,6 +191,10 @@ class CompressedTensors(Format):
             raise CheckpointError(f"{config}: {reason}")
         if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise CheckpointError(f"{config}: sparsity_config format {sparsity!r} is not supported; expected dense")
+        if sparsity := raw.get("moe_sparsity_config"):
+            raise CheckpointError(
+                f"{config}: moe_sparsity_config {sparsity!r}: layers differ in their number of experts; expected null"
+            )
         self.ignore = [_compiled(target) for target in _targets(raw.get("ignore") or [], "ignore")]
         groups = [self._group(name, g) for name, g in (raw.get("config_groups") or {}).items()]
         found = {target: group for group in groups for target in group.targets}  # of two groups the last has a target
@@ -248,6 +267,8 @@ class CompressedTensors(Format):
         group, kind = self.group(module), self._kind(module)
         packed = group.format == "pack-quantized"
         text = group.text + (carried_wider(kind, group.weights.num_bits) if packed else "")
+        if group.format == "mxfp6-pack-quantized":
+            text += growth(kind, 8, group.weights.columns, 6.25)
         return ModuleScheme(kind, group.weights.columns, self._activations(module, group), text)
 
     def _kind(self, module: str) -> str:
@@ -270,7 +291,7 @@ class CompressedTensors(Format):
         if a is None:
             return "none"
         found = ACTIVATIONS.get((a.type, a.num_bits, a.strategy, a.group_size, a.dynamic, a.symmetric))
-        if found is None or (found.startswith("fp8_tensor") and not a.dynamic and group.weights.strategy == "channel"):
+        if found is None:
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: input_activations {a.type}{a.num_bits} per {a.strategy}, "
                 f"{'dynamic' if a.dynamic else 'static'}, with weights per {group.weights.strategy} are not supported; "
@@ -283,6 +304,8 @@ class CompressedTensors(Format):
         if SCHEMES[kind].integer:
             return self._integer(module, kind)
         self.no_zero_points(module)
+        if self.group(module).format == "mxfp6-pack-quantized":
+            return self._fp6(module)
         return self._fp8(module) if kind == "fp8_e4m3" else self._fp4(module, kind)
 
     def _integer(self, module: str, kind: str) -> QuantizedMatrix:
@@ -386,6 +409,24 @@ class CompressedTensors(Format):
             group_size=g,
             global_scale=_reciprocal(tensors.get("weight_global_scale")),
             input_scale=_reciprocal(tensors.get("input_global_scale")),
+            bias=self.bias(module, n),
+        )
+
+    def _fp6(self, module: str) -> QuantizedMatrix:
+        n, octets = self.shape2d(f"{module}.weight_packed")
+        k, g = octets * 4 // 3, self.group(module).weights.columns
+        tensors = self.take(
+            module,
+            [
+                Tensor("weight_packed", ("U8",), (n, k * 3 // 4)),
+                Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // g))),
+            ],
+        )
+        return QuantizedMatrix(
+            kind="fp8_e4m3",
+            codes=as_e4m3(unpack_words(tensors["weight_packed"], 6, k), exponent_bits=2),
+            scales=tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]),
+            group_size=g,
             bias=self.bias(module, n),
         )
 

@@ -7,6 +7,8 @@ Tensors of a linear with N outputs and K inputs:
   or column may be short. With DeepSeek's ``scale_fmt`` ue8m0 it is F8_E8M0;
 - else weight_scale of one element or one a row, with input_scale when activations are static.
 
+AutoRound's fp8 (``fp``, ``fp8_static``, by blocks) has these tensors too.
+
 DeepSeek multiplies by weight_scale_inv. GPTQModel divides, and says so with ``weight_scale_semantics: inverse``. It has
 weight_scale_inv also by tensor and by row, and quantizes no activations.
 """
@@ -19,12 +21,16 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats.gptq import autoround_type, refuse_rotations
 from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor
 
 
 class FP8(Format):
     name = "FP8"
-    reads = (Reads("scales of blocks (also UE8M0), rows or tensors", ("gptqmodel-fp8-*", "fp8-128x128")),)
+    reads = (
+        Reads("scales of blocks (also UE8M0), rows or tensors", ("gptqmodel-fp8-*", "fp8-128x128")),
+        Reads("fp8 weights, without activations or with static ones; by blocks", ("autoround-fp*",), tool="AutoRound"),
+    )
     marks = ("weight_scale_inv", "weight_scale")
 
     def __init__(self, ckpt: Checkpoint) -> None:
@@ -37,13 +43,36 @@ class FP8(Format):
         self.divides = raw.get("weight_scale_semantics") == "inverse"
         self.weights_only = self.divides and "activation_scheme" not in raw
         self.dynamic = self.weights_only or raw.get("activation_scheme", "dynamic") == "dynamic"
+        if autoround_type(raw):
+            self._check_autoround()
+            self.weights_only = (raw.get("act_bits") or 16) >= 16
         fmt = str(raw.get("fmt") or raw.get("format") or "e4m3").lower()
         if "e5m2" in fmt:
             raise CheckpointError(f"{ckpt.folder}: fp8 format {fmt}; supported: e4m3")
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
-        return quantization.get("quant_method") == "fp8"
+        return quantization.get("quant_method") == "fp8" or autoround_type(quantization) == "fp"
+
+    def _check_autoround(self) -> None:
+        """Refuse what the fields of FP8 do not say: other activations, and modules with fields of their own."""
+        raw = self.ckpt.quantization
+        refuse_rotations(self.ckpt)
+        expected = [(8, True, 128)] if self.block else [(8, False, 0), (8, True, -1)]
+        found = (raw.get("act_bits") or 16, raw.get("act_dynamic"), raw.get("act_group_size"))
+        if raw.get("bits") != 8 or (found[0] < 16 and found not in expected):
+            raise CheckpointError(
+                f"{self.ckpt.folder}: AutoRound fp bits {raw.get('bits')}, (act_bits, act_dynamic, act_group_size) "
+                f"{found}; supported: bits 8, {' or '.join(map(str, expected))}, or act_bits 16"
+            )
+        for key, own in (raw.get("extra_config") or {}).items():
+            names = ("bits", "group_size", "act_bits", "act_dynamic", "act_group_size")
+            other = [name for name in names if own.get(name, raw.get(name)) != raw.get(name)]
+            if other and own.get("bits", 8) < 16:
+                raise CheckpointError(
+                    f"{self.ckpt.folder}: extra_config {key!r} has {', '.join(other)} of its own; expected bits 16, or "
+                    "the fields of the other modules"
+                )
 
     def scheme(self, module: str) -> ModuleScheme:
         if self.weights_only:

@@ -2,14 +2,14 @@
 
 Tensors of a linear with N outputs and K inputs:
 
-- fp4 (MXFP4): weight U8 [N, K/2] e2m1 low nibble first, weight_scale U8 [N, K/32] e8m0.
+- fp4 (MXFP4): weight U8 [N, K/2] e2m1 low nibble first, weight_scale U8 [N, K/32] e8m0; input_scale as fp8's.
 - fp6_e2m3, fp6_e3m2 (MXFP6): weight U8 [N, 3 K/4], a dense bit stream; weight_scale as fp4's. Codes are carried as
   e4m3's of the same numbers.
 - fp8_e4m3: weight F8_E4M3 [N, K], weight_scale of one element or one a row, input_scale [] when activations are static.
 - int8: weight I8 [N, K], weight_scale [N], weight_zero_point I8 [N].
 - int4, uint4: weight I32 [K, N/8] in AWQ's nibble order, two's complement for int4; weight_scale [K/g, N];
   weight_zero_point I32 [K/g, N/8] in the same packing. One scale a row (per_channel): not transposed, weight I32
-  [N, K/8], weight_scale [N], weight_zero_point I32 [N/8].
+  [N, K/8], weight_scale [N], weight_zero_point I32 [N/8]. input_scale as fp8's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.awq import unpack_columns
 from quantmoe.exporter.reading.formats.fp8 import row_scales
 from quantmoe.exporter.reading.weights.affine import growth
 from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor, group_size_of
-from quantmoe.exporter.reading.weights.bits import unpack_nibbles, unpack_words
+from quantmoe.exporter.reading.weights.bits import as_e4m3, unpack_nibbles, unpack_words
 
 #: (dtype, qscheme) of weights -> op.def's format
 WEIGHTS = {
@@ -46,20 +46,10 @@ WEIGHTS = {
 FP6 = {"fp6_e2m3": 2, "fp6_e3m2": 3}
 
 
-def as_e4m3(exponent_bits: int) -> np.ndarray:
-    """Return the e4m3 code of each number of 6 bits, uint8 [64] (OCP Microscaling Formats v1.0, 5.3.2)."""
-    code = np.arange(64)
-    mantissa_bits = 5 - exponent_bits
-    exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
-    whole = np.where(exponent, (1 << mantissa_bits) + mantissa, mantissa).astype(np.float32)
-    magnitude = np.ldexp(whole, np.maximum(exponent, 1) - (1 << exponent_bits - 1) + 1 - mantissa_bits)
-    return np.where(code & 32, -magnitude, magnitude).astype(SCALE_DTYPES["e4m3"]).view(np.uint8)
-
-
 class Quark(Format):
     name = "Quark"
     reads = (
-        Reads("int4, int8, fp8, MXFP4", ("quark-*int*", "quark-fp8*", "quark-mxfp4*")),
+        Reads("int4, int8, fp8, MXFP4; by layer", ("quark-*int*", "quark-fp8*", "quark-mxfp4*")),
         Reads("MXFP6, both types; its activations are not rounded", ("quark-mxfp6*",), exported="wider: fp8 e4m3"),
     )
     marks = ("weight_scale",)
@@ -130,9 +120,12 @@ class Quark(Format):
             return ModuleScheme(kind, group_size, "mxfp4", f"{text}, MXFP4 activations")
         if inputs.get("dtype") in FP6 and dynamic_group:
             return ModuleScheme(kind, group_size, "none", f"{text}, MXFP6 activations are not rounded")
+        by_token = inputs.get("qscheme") == "per_channel" and inputs.get("is_dynamic") and inputs.get("symmetric")
+        if inputs.get("dtype") == "int8" and by_token:
+            return ModuleScheme(kind, group_size, "int8_token", f"{text}, int8 activations per token")
         raise CheckpointError(
             f"{self.ckpt.folder}: {module}: Quark input_tensors {inputs.get('dtype')} {inputs.get('qscheme')}; "
-            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic, fp4 per_group 32 or fp6 dynamic"
+            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 and int8 per_channel dynamic, fp4 per_group 32, fp6 dynamic"
         )
 
     def matrix(self, module: str) -> QuantizedMatrix:
@@ -143,11 +136,16 @@ class Quark(Format):
         if kind != "int8":
             self.no_zero_points(module)
         zeros = None
+        input_scale = self._input_scale(module)
         if kind == "mxfp4":
             n, k = rows, columns * 2
             tensors = self.take(
                 module,
-                [Tensor("weight", ("U8",), (n, columns)), Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32)))],
+                [
+                    Tensor("weight", ("U8",), (n, columns)),
+                    Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32))),
+                    input_scale,
+                ],
             )
             codes, scales, g = unpack_nibbles(tensors["weight"]), tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]), 32
         elif weight["dtype"] in FP6:
@@ -157,22 +155,17 @@ class Quark(Format):
                 [
                     Tensor("weight", ("U8",), (n, k * 3 // 4)),
                     Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32))),
+                    input_scale,
                 ],
             )
             codes, scales, g = (
-                unpack_words(tensors["weight"], 6, k),
+                as_e4m3(unpack_words(tensors["weight"], 6, k), FP6[weight["dtype"]]),
                 tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]),
                 32,
             )
-            codes = codes if is_outline(codes) else as_e4m3(FP6[weight["dtype"]])[codes]
         else:
             n, k = rows, columns
-            inputs = self.module_config(module).get("input_tensors") or {"is_dynamic": True}
-            static = not inputs.get("is_dynamic")
-            declared = [
-                Tensor("weight", ("I8",) if kind == "int8" else ("F8_E4M3",), (n, k)),
-                Tensor("input_scale", FLOATS, (), required=static),
-            ]
+            declared = [Tensor("weight", ("I8",) if kind == "int8" else ("F8_E4M3",), (n, k)), input_scale]
             if kind == "int8":
                 declared.append(Tensor("weight_zero_point", ("I8",), (n,), required=False))
             tensors = self.take(module, declared)
@@ -194,6 +187,10 @@ class Quark(Format):
             bias=self.bias(module, n),
         )
 
+    def _input_scale(self, module: str) -> Tensor:
+        inputs = self.module_config(module).get("input_tensors") or {"is_dynamic": True}
+        return Tensor("input_scale", FLOATS, (), required=not inputs.get("is_dynamic"))
+
     def _int4(self, module: str, weight: dict[str, Any]) -> QuantizedMatrix:
         flip = np.uint8(8 if weight["dtype"] == "int4" else 0)  # two's complement -> offset 8
         rows, words = self.shape2d(f"{module}.weight")
@@ -211,6 +208,7 @@ class Quark(Format):
                 Tensor("weight", ("I32",), (rows, words)),
                 Tensor("weight_scale", FLOATS, scales),
                 Tensor("weight_zero_point", ("I32",), zeros, weight["dtype"] == "uint4", decides=True),
+                self._input_scale(module),
             ],
         )
         codes = unpack_columns(tensors["weight"])
@@ -224,5 +222,6 @@ class Quark(Format):
             scales=np.ascontiguousarray(tensors["weight_scale"].reshape(-1, n).T),
             group_size=g,
             zero_points=None if zero_points is None or (flip and (zero_points == 8).all()) else zero_points,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, n),
         )

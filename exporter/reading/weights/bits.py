@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quantmoe.custom_ops.matrix import SCALE_DTYPES
 from quantmoe.exporter.reading.checkpoint import is_outline, outline
 
 
@@ -38,6 +39,31 @@ def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return codes.astype(np.uint8).reshape(*octets.shape[:-1], octaves * 8)[..., :count]
 
 
+def unpack_planes(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Return the codes of bit planes along the last axis: 32 codes are ``bits`` words.
+
+    Args:
+        words: 32-bit integers [.., W]; of 32 codes first the plane of the 4 lowest bits (as far as ``bits`` has them),
+            then planes of 2 and of 1, each a dense bit stream. Codes of 8 bits are one plane.
+        bits: width of a code, 2 to 8.
+        count: codes wanted of each row; count * bits <= 32 * W.
+
+    Returns:
+        uint8 [.., count].
+    """
+    if is_outline(words):
+        return outline((*words.shape[:-1], count), np.uint8)
+    blocks, leading = -(-count // 32), words.shape[:-1]
+    padded = np.zeros((*leading, blocks * bits), words.dtype)
+    padded[..., : words.shape[-1]] = words
+    padded = padded.reshape(*leading, blocks, bits)
+    codes, at = np.zeros((*leading, blocks, 32), np.uint8), 0
+    for width in (width for width in (8, 4, 2, 1) if bits & width):
+        codes |= unpack_words(padded[..., at : at + width], width, 32) << np.uint8(at)
+        at += width
+    return codes.reshape(*leading, blocks * 32)[..., :count]
+
+
 def unpack_nibbles(octets: np.ndarray) -> np.ndarray:
     """uint8 [.., B] -> uint8 [.., 2 B], low nibble first."""
     if is_outline(octets):
@@ -53,6 +79,21 @@ def unpack_nibbles(octets: np.ndarray) -> np.ndarray:
         piece |= np.left_shift(piece, 4, out=shifted[: len(piece)])
         piece &= 0x0F0F
     return out.view(np.uint8)
+
+
+def as_e4m3(codes: np.ndarray, exponent_bits: int) -> np.ndarray:
+    """Return the e4m3 codes of numbers of 6 bits (OCP Microscaling Formats v1.0, 5.3.2).
+
+    Args:
+        codes: uint8, a sign, ``exponent_bits`` of exponent, then mantissa: e2m3 or e3m2.
+    """
+    if is_outline(codes):
+        return codes
+    code, mantissa_bits = np.arange(64), 5 - exponent_bits
+    exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
+    whole = np.where(exponent, (1 << mantissa_bits) + mantissa, mantissa).astype(np.float32)
+    magnitude = np.ldexp(whole, np.maximum(exponent, 1) - (1 << exponent_bits - 1) + 1 - mantissa_bits)
+    return np.where(code & 32, -magnitude, magnitude).astype(SCALE_DTYPES["e4m3"]).view(np.uint8)[codes]
 
 
 def in_order(codes: np.ndarray, perm: np.ndarray | None) -> np.ndarray:

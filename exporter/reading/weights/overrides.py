@@ -9,7 +9,7 @@ import regex
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.weights.base import group_size_of, matches
 
-#: the fields that decide numerics
+#: the fields that decide numerics of integers
 FIELDS = ("bits", "group_size", "sym", "desc_act")
 
 
@@ -20,11 +20,14 @@ class Overrides:
     dynamic_get). Of ``extra_config`` the module's own name counts, then the first pattern that is found anywhere in its
     name. The name of another module is no pattern (AutoRound's get_layer_config).
 
+    Args:
+        names: of the fields that are read.
+
     Raises:
         CheckpointError: an entry has a group size or fields that cannot be.
     """
 
-    def __init__(self, ckpt: Checkpoint) -> None:
+    def __init__(self, ckpt: Checkpoint, names: tuple[str, ...] = FIELDS) -> None:
         raw = ckpt.quantization
         self.field = "dynamic" if raw.get("dynamic") else "extra_config"
         #: module -> its fields
@@ -34,12 +37,12 @@ class Overrides:
         for key, fields in (raw.get(self.field) or {}).items():
             if not isinstance(fields, dict):
                 raise CheckpointError(f"{ckpt.folder}: {self.field}: {key!r} is {fields!r}, expected an object")
-            own = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+            own = {name: fields[name] for name in names if fields.get(name) is not None}
             group_size_of(own.get("group_size", -1))
             if self.field == "dynamic":
                 if not key.startswith("-:"):  # which names what is left unquantized; the tensors say so too
                     self._rules.append((regex.compile(key.removeprefix("+:")), key, own))
-            elif any(f"{key}.{leaf}" in ckpt for leaf in ("qweight", "weight")):
+            elif any(f"{key}.{leaf}" in ckpt for leaf in ("qweight", "weight", "weight_packed")):
                 self._named[key] = own
             elif own:
                 try:

@@ -19,7 +19,7 @@ from support.operators.bounds import check
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.exporter.choosing.choose import activation_format, choose_layer, layer_candidate
+from quantmoe.exporter.choosing.choose import activation_format, choose_layer, layer_candidate, scaled
 from quantmoe.exporter.reading.formats import MoELayer
 from quantmoe.exporter.safetensors_file import write_safetensors
 from quantmoe.exporter.targets import of_layout
@@ -154,6 +154,11 @@ def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
             assert a.tobytes() == b.tobytes(), field
 
 
+def of_node(layer: MoELayer) -> list[Expert]:
+    """Return the experts as a node has them, whose hidden states come rotated."""
+    return [scaled(expert, "exact")[0] for expert in layer]
+
+
 def check_headers(layer: MoELayer) -> None:
     """Holds what is chosen from headers to what the layouts say of the decoded experts."""
     for name, layout in LAYOUTS.items():
@@ -161,11 +166,11 @@ def check_headers(layer: MoELayer) -> None:
         formats = [activation_format(scheme, wanted) for scheme in (layer.scheme, layer.down_scheme)]
         found = layer_candidate(layer, name, wanted)
         if found.spec is None:
-            refusals = ((at, _refusal(layout, expert, formats)) for at, expert in enumerate(layer))
+            refusals = ((at, _refusal(layout, expert, formats)) for at, expert in enumerate(of_node(layer)))
             at, refusal = next(pair for pair in refusals if pair[1])
             assert found.reason == f"{layer.name}.{at}: {refusal}"
             continue
-        want = functools.reduce(join, [layout.describe(expert, *formats) for expert in layer])
+        want = functools.reduce(join, [layout.describe(expert, *formats) for expert in of_node(layer)])
         assert (found.spec.w13, found.spec.w2) == want
 
 
@@ -184,7 +189,7 @@ def check_layer(layer: MoELayer, activations: str) -> None:
         native.aligned(layer.num_experts * layout.row_bytes(spec, p)).reshape(layer.num_experts, -1)
         for p in ("w13", "w2")
     ]
-    experts = list(layer)
+    experts = of_node(layer)
     check_headers(layer)
     for expert, *row in zip(experts, *rows, strict=True):
         layout.pack(expert, spec, *row)
