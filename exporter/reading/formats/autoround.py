@@ -1,13 +1,13 @@
 """AutoRound's MXFP4, MXFP8 and NVFP4. Its integers are read as GPTQ's and AWQ's, its other fp8 as FP8's.
 
-Tensors are those of compressed-tensors' mxfp4-pack-quantized (mx_fp in 4 bits), mxfp8-quantized (mx_fp in 8 bits) and
-nvfp4-pack-quantized (nv_fp). Read from AutoRound 0.16. Scales of activations are rounded as compressed-tensors does it,
-also for mx_fp_rceil.
+AutoRound stores compressed-tensors' tensors: mxfp4-pack-quantized for mx_fp in 4 bits, mxfp8-quantized for mx_fp in 8
+bits, and nvfp4-pack-quantized for nv_fp. Read from AutoRound 0.16. Scales of activations are rounded as
+compressed-tensors does it, also for mx_fp_rceil.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.compressed_tensors import Args, CompressedTensors, Group
@@ -42,7 +42,14 @@ FIELDS = (
 
 class AutoRound(CompressedTensors):
     name = "AutoRound"
-    reads = (Reads("MXFP4, MXFP8, NVFP4, with `extra_config`", ("autoround-mxfp*", "autoround-nvfp4")),)
+    reads: ClassVar[tuple[Reads, ...]] = (
+        Reads("MXFP4, MXFP8, NVFP4, with `extra_config`", ("autoround-mxfp*", "autoround-nvfp4")),
+        Reads(
+            "MXINT4, NVFP4_E5M3, rotations",
+            ("test_unsupported_is_named",),
+            exported="refused: no kernel has integers with e8m0 scales, e5m3 scales, or AutoRound's rotations",
+        ),
+    )
 
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)

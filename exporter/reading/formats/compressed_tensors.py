@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import regex
@@ -141,7 +141,7 @@ class Group:
 
 class CompressedTensors(Format):
     name = "compressed-tensors"
-    reads = (
+    reads: ClassVar[tuple[Reads, ...]] = (
         Reads(
             "`pack-quantized` and `int-quantized` in 4 and 8 bits, `float-quantized`, `naive-quantized`, nvfp4, mxfp4, "
             "mxfp8",
@@ -160,6 +160,11 @@ class CompressedTensors(Format):
             "`pack-quantized` in 5 and 6 bits",
             ("compressed-tensors-0.20-w5_w6", "test_other_bits_of_compressed_tensors"),
             cuda="wider: 8 bits",
+        ),
+        Reads(
+            "int4 activations (W4A4)",
+            ("test_unsupported_scheme_is_named",),
+            exported="refused: no kernel rounds to them",
         ),
         Reads("`mxfp6-pack-quantized`", ("compressed-tensors-0.20-mxfp6",), exported="wider: fp8 e4m3"),
         Reads("`pack-quantized` in 7 bits", ("test_other_bits_of_compressed_tensors",), exported="wider: 8 bits"),

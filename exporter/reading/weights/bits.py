@@ -43,8 +43,8 @@ def unpack_planes(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Return the codes of bit planes along the last axis: 32 codes are ``bits`` words.
 
     Args:
-        words: 32-bit integers [.., W]; of 32 codes first the plane of the 4 lowest bits (as far as ``bits`` has them),
-            then planes of 2 and of 1, each a dense bit stream. Codes of 8 bits are one plane.
+        words: 32-bit integers [.., W]. Planes have 8, 4, 2 and 1 bits, those whose sum is ``bits``, lowest bits first.
+            Each is a dense bit stream.
         bits: width of a code, 2 to 8.
         count: codes wanted of each row; count * bits <= 32 * W.
 

@@ -85,7 +85,7 @@ def find(ckpt: Checkpoint) -> KVCache | None:
     value, format, reason = fields.get(field), "", ""
     if field == "kv_cache_quant_config":
         reason = "its scales are of what k_proj and v_proj give, before the norm and the rotary embedding"
-    elif field == "kv_cache_quant_algo":
+    elif field == "kv_cache_quant_algo" or (isinstance(value, str) and raw.get("quant_method") == "modelopt"):
         format = {"FP8": "fp8_e4m3", "INT8": "int8"}.get(str(value), "")
         reason = "" if format else f"{value} is none of FP8, INT8; --cache fp8 and --cache int8 have codes of one byte"
     elif isinstance(value, dict):

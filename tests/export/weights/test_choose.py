@@ -21,6 +21,7 @@ from support.models.checkpoints import (
     check_headers,
     make_float_checkpoint,
     make_gptq_checkpoint,
+    of_node,
     same_matrix,
     write_safetensors,
 )
@@ -29,7 +30,7 @@ from support.operators.specs import moe_spec, projection
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.matrix import parted
+from quantmoe.custom_ops.matrix import parted, unrotated
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Candidate, layer_candidate, linear_matrix
 from quantmoe.exporter.choosing.options import Options
@@ -77,7 +78,7 @@ def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch
 def packed(layer: MoELayer, spec: MoESpec) -> int:
     """Packs a layer's experts; its node's attributes are those that they have together. Returns the bytes."""
     layout, size, described = LAYOUTS[spec.w13.layout], 0, []
-    for expert in layer:
+    for expert in of_node(layer):
         described.append(layout.describe(expert, spec.w13.activation_format, spec.w2.activation_format))
         rows = [native.aligned(layout.row_bytes(spec, projection)) for projection in ("w13", "w2")]
         layout.pack(expert, spec, *rows)
@@ -118,7 +119,7 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
         row = native.aligned(layout.row_bytes(spec.moe, "w2"))
         layout.pack_down(m, spec.moe, row)
         assert len(row) == planned.linears[module][2]
-        apart = [format.matrix_of(part) for part in parts[module]]
+        apart = [unrotated(format.matrix_of(part)) for part in parts[module]]
         for a, b in zip(apart, parted(m, [len(part.codes) for part in apart]), strict=True):
             same_matrix(a, b)
 

@@ -281,21 +281,34 @@ def test_an_expert_that_no_token_reached_has_no_input_scale(tmp_path, fixture, s
 
 
 @pytest.mark.parametrize(
-    ("tool", "remark"),
+    ("name", "remark"),
     [
-        ("llmcompressor", "the KV cache is fp8_e4m3 (kv_cache_scheme: float8 per tensor)"),
+        ("llmcompressor-fp8-kv", "the KV cache is fp8_e4m3 (kv_cache_scheme: float8 per tensor)"),
+        ("modelopt-fp8-kv", "the KV cache is fp8_e4m3 (kv_cache_scheme: float8 per tensor)"),
+        ("compressed-tensors-0.20-w2a8-kv_int8", "the KV cache is int8 (kv_cache_scheme: int8 per tensor)"),
         (
-            "quark",
+            "compressed-tensors-0.20-w4a16-kv_head",
+            "the KV cache stays float: strategy attn_head, supported: tensor; the checkpoint wants it quantized "
+            "(kv_cache_scheme: float8 per attn_head; not used: model.layers.0.self_attn.k_scale and 1 more)",
+        ),
+        (
+            "modelopt-nvfp4-kv",
+            "the KV cache stays float: NVFP4 is none of FP8, INT8; --cache fp8 and --cache int8 have codes of one byte"
+            "; the checkpoint wants it quantized (kv_cache_scheme: NVFP4; not used: "
+            "model.layers.0.self_attn.k_proj.k_scale and 1 more)",
+        ),
+        (
+            "quark-fp8-kv",
             "the KV cache stays float: its scales are of what k_proj and v_proj give, before the norm and the rotary "
             "embedding; the checkpoint wants it quantized (kv_cache_quant_config: *k_proj, *v_proj; not used: "
             "model.layers.0.self_attn.k_proj.output_scale and 1 more)",
         ),
     ],
 )
-def test_a_quantized_kv_cache_is_said(tmp_path, tool, remark):
-    folder = FIXTURES / f"{tool}-fp8-kv"
+def test_a_quantized_kv_cache_is_said(tmp_path, name, remark):
+    folder = FIXTURES / name
     assert explain(folder)[-1]["remark"] == plan(folder, tmp_path / "model").kv_cache == remark
-    if tool == "quark":
+    if name.startswith("quark"):
         assert export(folder, tmp_path / "model").kv_cache == remark
 
 
