@@ -139,6 +139,7 @@ FAMILIES = {
     "deepseek_v4": Family(names={".scale": ".weight_scale_inv"}, gate="swiglu_clamp"),
     "diffusion_gemma": Family(unsupported="diffusion, which writes many tokens at once"),
     "doge": Family(row_experts=True),
+    "dots3_note_vision_encoder": Family(unsupported="a vision tower alone"),
     "ernie4_5_vl_moe": Family(text_class=("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"), counts_some=True),
     "glm4v_moe": Family(text_class=("glm4v_moe", "Glm4vMoeTextModel")),
     "glm5_next": Family(text_class=("glm5_next", "Glm5NextTextModel"), gate="swiglu_clamp"),
@@ -187,12 +188,14 @@ FAMILIES = {
     ),
     "mixtral": Family(genai="mistral"),
     "muse_spark": Family(text_class=("muse_spark", "MuseSparkTextModel"), norm_after_expert=True),
+    "nemo_speechlm": Family(unsupported="a text model that writes what an encoder hears"),
     "nllb-moe": Family(unsupported=_READS),
     "olmoe": Family(genai="olmo"),
     "openai_privacy_filter": Family(gate="swiglu_oai", hidden_act="silu", transposed="all", encoder=True),
     "qwen3_5_moe": Family(genai="qwen3_5_moe_text"),
     "qwen3_moe": Family(genai="qwen3"),
     "qwen3_omni_moe": Family(text_class=("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel")),
+    "qwen3_omni_moe_talker": Family(unsupported="a model of codes of speech"),
     "qwen3_vl_moe": Family(text_class=("qwen3_vl_moe", "Qwen3VLMoeTextModel"), transposed="by shape"),
     "sarvam_moe": Family(divided=("query_key_value", _attention_rows)),
     "step3p5": Family(
@@ -202,6 +205,8 @@ FAMILIES = {
     ),
     "switch_transformers": Family(unsupported=_READS),
     "unlimited_ocr": Family(unsupported="attention that sees the whole prompt and a window of the answer"),
+    "vitpose": Family(unsupported="a model of images alone"),
+    "vitpose_backbone": Family(unsupported="a model of images alone"),
 }
 _PLAIN = Family()
 #: the types of FAMILIES that are refused, and why

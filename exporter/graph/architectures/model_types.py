@@ -100,7 +100,7 @@ MODEL_TYPES = (
     ),
     Row(("glm4v_moe",), "GLM-4.5V; text", "one node"),
     Row(("ernie4_5_vl_moe",), "ERNIE-4.5-VL-28B-A3B; text, with the experts of text", "one node"),
-    Row(("step3p7",), "Step-3.7-Flash; text", "standard nodes"),
+    Row(("step3p7", "step3p5"), "Step-3.7-Flash; text; Step-3.5-Flash", "standard nodes"),
     Row(("muse_spark",), "Muse Spark; text", "standard nodes"),
     Row(("mistral4", "mistral3"), "Mistral-Small-4; text", "latent"),
     Row(
