@@ -30,6 +30,7 @@ class Family:
             their names and numbers of rows.
         alternating: ends of tensors whose rows alternate between gate and up -> what transformers calls these two.
         alternating_experts: rows of gate and up alternate in the experts' one tensor, here and in transformers.
+        experts_format: quant_method of experts that have scales of their own, whatever config.json says.
         transposed: the fused tensors of experts that are [E, in, out]: all, one by its name, or those whose shape says
             so.
         experts_as_rows: part of the names of experts' tensors that are stored as [E rows, columns].
@@ -52,6 +53,7 @@ class Family:
     divided: tuple[str, Callable[[Mapping[str, int]], dict[str, int]]] | None = None
     alternating: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating_experts: bool = False
+    experts_format: str = ""
     transposed: Literal["", "all", "down_proj", "by shape"] = ""
     experts_as_rows: str = ""
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -99,16 +101,26 @@ def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _READS = "a decoder that reads what an encoder makes"
 _W13 = {".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj")}
+_W13_SCALES = {
+    ".mlp.experts.w13_weight_scale": (".mlp.experts.gate_proj_scale", ".mlp.experts.up_proj_scale"),
+}
 _INKLING2 = Family(
     gate="swiglu_tanh",
     names={
         ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
+        ".mlp.experts.w2_weight_scale": ".mlp.experts.down_proj_scale",
+        **{
+            f".mlp.experts.{ours}_weight_{leaf}": f".mlp.experts.{theirs}_{leaf}"
+            for ours, theirs in (("w13", "gate_up_proj"), ("w2", "down_proj"))
+            for leaf in ("amax", "outer_scale_denominator")
+        },
         "_sconv.weight_proj": "_sconv.weight_proj.weight",
         ".down_weight": ".down_proj.weight",
         ".gain_weight": ".message_gate_proj.weight",
         ".forget_weight": ".forget_gate_proj.weight",
     },
-    alternating=_W13,
+    alternating=_W13 | _W13_SCALES,
+    experts_format="inkling2",
 )
 _GRANITE = Family(
     names={

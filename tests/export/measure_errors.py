@@ -1,0 +1,44 @@
+"""Measure the largest error of each architecture: ``python tests/export/measure_errors.py [NAME ...]``, 40 minutes.
+
+Writes docs/lab/architecture_errors.csv, of which docs/generate.py makes a table: the errors of test_architectures.py
+in float32, by the largest logit. With names, only their rows are measured again.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PATH = HERE.parents[1] / "docs" / "lab" / "architecture_errors.csv"
+COLUMNS = ("name", "prompt", "tokens", "padded")
+
+
+def measure(name: str) -> list[str]:
+    """Return a row of the file."""
+    from test_architectures import errors
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = errors(name, "none", Path(folder))
+    return [name, *(f"{found[column]:.1e}" for column in COLUMNS[1:])]
+
+
+def main(names: list[str]) -> None:
+    from test_architectures import ARCHITECTURES
+
+    rows = {}
+    if PATH.exists():
+        with PATH.open(encoding="utf-8", newline="") as file:
+            rows = {row[0]: row for row in [*csv.reader(file)][1:] if row[0] in ARCHITECTURES}
+    for name in names or sorted(ARCHITECTURES):
+        rows[name] = measure(name)
+        print(*rows[name], flush=True)
+        with PATH.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(rows[name] for name in sorted(rows))])
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+    main(sys.argv[1:])
