@@ -99,7 +99,8 @@ def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_READS = "a decoder that reads what an encoder makes"
+#: of an encoder and a decoder; the encoder alone has this router, too
+_DROPS = "a router that drops tokens beyond an expert's capacity"
 _W13 = {".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj")}
 _W13_SCALES = {
     ".mlp.experts.w13_weight_scale": (".mlp.experts.gate_proj_scale", ".mlp.experts.up_proj_scale"),
@@ -201,7 +202,7 @@ FAMILIES = {
     "mixtral": Family(genai="mistral"),
     "muse_spark": Family(text_class=("muse_spark", "MuseSparkTextModel"), norm_after_expert=True),
     "nemo_speechlm": Family(unsupported="a text model that writes what an encoder hears"),
-    "nllb-moe": Family(unsupported=_READS),
+    "nllb-moe": Family(unsupported=_DROPS),
     "olmoe": Family(genai="olmo"),
     "openai_privacy_filter": Family(gate="swiglu_oai", hidden_act="silu", transposed="all", encoder=True),
     "qwen3_5_moe": Family(genai="qwen3_5_moe_text"),
@@ -215,7 +216,7 @@ FAMILIES = {
         names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
         hidden_act="silu",
     ),
-    "switch_transformers": Family(unsupported=_READS),
+    "switch_transformers": Family(unsupported=_DROPS),
     "unlimited_ocr": Family(unsupported="attention that sees the whole prompt and a window of the answer"),
     "vitpose": Family(unsupported="a model of images alone"),
     "vitpose_backbone": Family(unsupported="a model of images alone"),
