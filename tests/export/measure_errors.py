@@ -1,7 +1,7 @@
 """Measure the largest error of each architecture: ``python tests/export/measure_errors.py [NAME ...]``, 40 minutes.
 
-Writes docs/lab/architecture_errors.csv, of which docs/generate.py makes a table: the errors of test_architectures.py
-in float32, by the largest logit. With names, only their rows are measured again.
+Writes docs/lab/architecture_errors.csv: the errors of test_architectures.py in float32, by the largest logit.
+docs/generate.py makes a table of it. With names, only their rows are measured again.
 """
 
 from __future__ import annotations

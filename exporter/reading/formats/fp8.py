@@ -7,9 +7,8 @@ Tensors of a linear with N outputs and K inputs:
   or column may be short. With DeepSeek's ``scale_fmt`` ue8m0 it is F8_E8M0;
 - else weight_scale of one element or one a row, with input_scale when activations are static.
 
-With ``expert_dtype`` fp4 (DeepSeek-V4) the weights of experts are I8 [N, K/2], two e2m1 numbers a byte, low nibble
-first, and weight_scale_inv is F8_E8M0 [N, K/32]. transformers reads the field in the quantizer's configuration or
-outside.
+With ``expert_dtype`` fp4 (DeepSeek-V4) an expert's weight is I8 [N, K/2], two e2m1 numbers a byte, low nibble first.
+Its weight_scale_inv is F8_E8M0 [N, K/32]. The field is in the quantizer's configuration or outside.
 
 DeepSeek multiplies by weight_scale_inv. GPTQModel divides, and says so with ``weight_scale_semantics: inverse``. It has
 weight_scale_inv also by tensor and by row, and quantizes no activations.
