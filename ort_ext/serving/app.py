@@ -9,7 +9,6 @@ import hmac
 import json
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from quantmoe.runtime.choosing.constraint import Grammar, RuleError
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.embeddings import Embeddings
+from quantmoe.serving.mail import Inbox, Mail
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.protocol import Ask, AskChat, AskText, AskVectors
 from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
@@ -36,8 +36,6 @@ from quantmoe.serving.wrong_fields import wrong_field
 
 #: bytes of a request's body at most
 BODY = 4 << 20
-#: answers from which on they are sent in intervals, of so many seconds
-MANY, PAUSE = 16, 0.05
 #: tokens of an answer of /v1/completions, as OpenAI's
 TOKENS = 16
 #: path that needs no key, and all paths that are counted by name
@@ -114,44 +112,6 @@ class Door:
         await refused.response()(scope, receive, counted)
 
 
-class Mail:
-    """Events on the way from the scheduler's thread to an event loop, which one call of it brings together.
-
-    While more than MANY answers go on, calls are PAUSE seconds apart. Each answer then gets several tokens at once, in
-    one object: an object costs more than a token.
-
-    Attributes:
-        many: so many went on at the last call.
-    """
-
-    many = False
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self._items = loop, deque[tuple[asyncio.Queue[Any], Any]]()
-        self._next = 0.0
-
-    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Send an item to a queue of the loop; for the scheduler's thread alone."""
-        self._items.append((queue, item))
-        if len(self._items) == 1:  # else a call is on its way, which takes this item, too
-            self.loop.call_soon_threadsafe(self._bring_in_time)
-
-    def _bring_in_time(self) -> None:
-        if (early := self._next - self.loop.time()) > 0:
-            self.loop.call_later(early, self._bring)
-        else:
-            self._bring()
-
-    def _bring(self) -> None:
-        queues = set()
-        while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
-            queues.add(queue)
-        self.many = len(queues) > MANY
-        self._next = self.loop.time() + PAUSE if self.many else 0.0
-
-
 class Server:
     """A model and its scheduler. Arguments are as of :class:`Scheduler`."""
 
@@ -168,7 +128,7 @@ class Server:
         folder = model.path.parent
         self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
         self.metrics, self.most = Metrics(), rows + queue
-        self._mail: Mail | None = None
+        self._carries: Mail | None = None
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
@@ -241,8 +201,9 @@ class Server:
         arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
-        heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
-        requests = self._requests(ask, prompts, heard)
+        mail = self._mail()
+        heard = mail.open(streamed=bool(ask.stream))
+        requests = self._requests(ask, prompts, mail, heard)
         rules = ask.rules()
         field = {"json_schema": "response_format"}
         with _refusing(self, next((field.get(kind, kind) for kind in rules), "tool_choice")):
@@ -256,8 +217,7 @@ class Server:
             refusing = partial(_refusing, self)
             with refusing():
                 first = await anext(events)  # an error before it has a status
-            assert self._mail is not None  # _requests made it
-            lines = _lines(answers, first, events, usage=usage, refusing=refusing, mail=self._mail)
+            lines = _lines(answers, first, events, usage=usage, refusing=refusing, mail=mail)
             return StreamingResponse(lines, media_type="text/event-stream")
         with _refusing(self):
             async for found in events:
@@ -283,12 +243,15 @@ class Server:
                 request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
                 request.constraint.allowed()  # here, as the first time may take seconds
 
-    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
-        each = ask.n or 1
-        text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
-        if self._mail is None or self._mail.loop is not loop:
-            self._mail = Mail(loop)
-        mail = self._mail
+    def _mail(self) -> Mail:
+        """Return the mail of the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._carries is None or self._carries.loop is not loop:
+            self._carries = Mail(loop)
+        return self._carries
+
+    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], mail: Mail, heard: Inbox) -> list[Request]:
+        each, text = ask.n or 1, isinstance(ask, AskText)
         most = ask.most or (TOKENS if text else self.scheduler.capacity)
         requests = []
         for number in range(len(prompts) * each):
@@ -297,7 +260,7 @@ class Server:
                 sampling = sampling_of(self._config, self._file, self._vocabulary, **ask.sampling(), seed=seed)
 
             def tell(event: Event, number: int = number) -> None:
-                mail.put(heard, (number, event))
+                mail.put(heard, (number, event), ends=event.reason is not None or event.error is not None)
 
             ids = list(prompts[number // each])
             request = Request(
@@ -339,7 +302,7 @@ def _public(server: Server | Embeddings, error: BaseException) -> str:
 
 
 async def _events(
-    http: HttpRequest, requests: Sequence[Request], heard: asyncio.Queue[tuple[int, Event] | None]
+    http: HttpRequest, requests: Sequence[Request], heard: Inbox
 ) -> AsyncIterator[list[tuple[int, Event]]]:
     """Yield what all answers hear, with the number of the answer, until the last of them ends.
 
@@ -350,16 +313,14 @@ async def _events(
     async def watch() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
-        heard.put_nowait(None)
+        heard.put(None)
+        heard.wake()
 
     watching, left = asyncio.ensure_future(watch()), len(requests)
     try:
         while left:
-            items = [await heard.get()]
-            while not heard.empty():
-                items.append(heard.get_nowait())
             found = []
-            for item in items:
+            for item in await heard.take():
                 if item is None:
                     raise Gone
                 if item[1].error is not None:
