@@ -80,11 +80,11 @@ class Inkling2(Format):
             Tensor(denominator, FLOATS, () if each in ((), (1,)) else (num,)),
         ]
         tensors = self.take(layer.name, declared, at=e)
-        factors = (tensors[part].astype(np.float32).item() for part in (amax, denominator))
+        largest, over = (np.float32(tensors[part].item()) for part in (amax, denominator))
         return QuantizedMatrix(
             kind="nvfp4",
             codes=unpack_nibbles(tensors[name]),
             scales=tensors[f"{name}_scale"],
             group_size=16,
-            global_scale=float(np.divide(*map(np.float32, factors))),
+            global_scale=float(largest / over),
         )
