@@ -6,6 +6,7 @@ Pages are the command line, the Python API and the operators. Tables and notes a
 from __future__ import annotations
 
 import ast
+import csv
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -40,6 +41,8 @@ from quantmoe.exporter.targets.ort import TAKEN
 
 HERE = Path(__file__).resolve().parent
 CUSTOM_OPS = HERE.parent / "custom_ops"
+#: in the words of model_types.py: it has nodes that TensorRT refuses
+INDEXER = "with an indexer"
 MADE = "<!-- made by docs/generate.py -->\n"
 #: parts of pages -> modules whose docstrings they are
 NOTES = {
@@ -217,8 +220,32 @@ def model_types() -> str:
     """Return the model types that ``export`` takes."""
     from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES  # it imports transformers
 
-    rows = [[names(row.types), row.models, row.attention, "yes" if row.further else ""] for row in MODEL_TYPES]
-    return table(["type", "models", "attention", "further tests"], rows)
+    return table(
+        ["type", "models", "attention"], [[names(row.types), row.models, row.attention] for row in MODEL_TYPES]
+    )
+
+
+def model_errors() -> str:
+    """Return the largest errors of each type on the CPU, and where it ran beside."""
+    from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES, RAN, TEXT_OF  # it imports transformers
+
+    with (HERE / "lab" / "architecture_errors.csv").open(encoding="utf-8", newline="") as file:
+        measured = {row["name"]: row for row in csv.DictReader(file)}
+    rows = []
+    for kind in sorted(kind for row in MODEL_TYPES for kind in row.types):
+        own, selects = (
+            TEXT_OF.get(kind, kind),
+            any(kind in row.types and INDEXER in row.attention for row in MODEL_TYPES),
+        )
+        engines = ["run" if own in RAN["CUDA"] else "not run"]
+        engines += ["refused" if selects else "run" if own in RAN["TensorRT"] else "not run"]
+        if own != kind:
+            rows.append([f"`{kind}`", f"as `{own}`", "", "", *engines])
+            continue
+        for name in sorted(name for name in measured if name.partition(" ")[0] == kind):
+            errors = [measured[name][column] for column in ("prompt", "tokens", "padded")]
+            rows.append([f"`{kind}`{name.removeprefix(kind)}", *errors, *engines])
+    return table(["type", "a prompt", "tokens after it", "padded prompts", "CUDA", "TensorRT"], rows)
 
 
 def note(module: str) -> str:
@@ -323,6 +350,7 @@ def kernels() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "model-types": model_types,
+    "model-errors": model_errors,
     "refused-types": refused_types,
     "formats": formats,
     "gguf-architectures": gguf_architectures,

@@ -46,6 +46,8 @@ def renamings(config: PreTrainedConfig, outer: str) -> list[WeightRenaming]:
     """
     own = family_named(config.model_type)
     found = get_checkpoint_conversion_mapping(outer) if own.text_class or own.named_outside else None
+    if found is None and own.text_class:  # a text model that is published alone
+        found = get_checkpoint_conversion_mapping(own.text_class[0])
     return [t for t in found or () if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)]
 
 

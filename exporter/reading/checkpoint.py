@@ -128,6 +128,10 @@ class Checkpoint:
     @cached_property
     def quantization(self) -> dict[str, Any]:
         """The quantizer's configuration, wherever the tool put it; {} when there is none."""
+        if (own := self.family.experts_format) and any(
+            name.endswith(".experts.down_proj_scale") for name in self._entries
+        ):
+            return {"quant_method": own}
         for config in (self.config, self.text_config):
             for key in ("quantization_config", "compression_config", "quantization"):
                 if found := config.get(key):

@@ -30,6 +30,7 @@ class Family:
             their names and numbers of rows.
         alternating: ends of tensors whose rows alternate between gate and up -> what transformers calls these two.
         alternating_experts: rows of gate and up alternate in the experts' one tensor, here and in transformers.
+        experts_format: quant_method of experts that have scales of their own, whatever config.json says.
         transposed: the fused tensors of experts that are [E, in, out]: all, one by its name, or those whose shape says
             so.
         experts_as_rows: part of the names of experts' tensors that are stored as [E rows, columns].
@@ -52,6 +53,7 @@ class Family:
     divided: tuple[str, Callable[[Mapping[str, int]], dict[str, int]]] | None = None
     alternating: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     alternating_experts: bool = False
+    experts_format: str = ""
     transposed: Literal["", "all", "down_proj", "by shape"] = ""
     experts_as_rows: str = ""
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -97,18 +99,29 @@ def _dbrx_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_READS = "a decoder that reads what an encoder makes"
+#: of an encoder and a decoder; the encoder alone has this router, too
+_DROPS = "a router that drops tokens beyond an expert's capacity"
 _W13 = {".mlp.experts.w13_weight": (".mlp.experts.gate_proj", ".mlp.experts.up_proj")}
+_W13_SCALES = {
+    ".mlp.experts.w13_weight_scale": (".mlp.experts.gate_proj_scale", ".mlp.experts.up_proj_scale"),
+}
 _INKLING2 = Family(
     gate="swiglu_tanh",
     names={
         ".mlp.experts.w2_weight": ".mlp.experts.down_proj",
+        ".mlp.experts.w2_weight_scale": ".mlp.experts.down_proj_scale",
+        **{
+            f".mlp.experts.{ours}_weight_{leaf}": f".mlp.experts.{theirs}_{leaf}"
+            for ours, theirs in (("w13", "gate_up_proj"), ("w2", "down_proj"))
+            for leaf in ("amax", "outer_scale_denominator")
+        },
         "_sconv.weight_proj": "_sconv.weight_proj.weight",
         ".down_weight": ".down_proj.weight",
         ".gain_weight": ".message_gate_proj.weight",
         ".forget_weight": ".forget_gate_proj.weight",
     },
-    alternating=_W13,
+    alternating=_W13 | _W13_SCALES,
+    experts_format="inkling2",
 )
 _GRANITE = Family(
     names={
@@ -139,6 +152,7 @@ FAMILIES = {
     "deepseek_v4": Family(names={".scale": ".weight_scale_inv"}, gate="swiglu_clamp"),
     "diffusion_gemma": Family(unsupported="diffusion, which writes many tokens at once"),
     "doge": Family(row_experts=True),
+    "dots3_note_vision_encoder": Family(unsupported="a vision tower alone"),
     "ernie4_5_vl_moe": Family(text_class=("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"), counts_some=True),
     "glm4v_moe": Family(text_class=("glm4v_moe", "Glm4vMoeTextModel")),
     "glm5_next": Family(text_class=("glm5_next", "Glm5NextTextModel"), gate="swiglu_clamp"),
@@ -187,12 +201,14 @@ FAMILIES = {
     ),
     "mixtral": Family(genai="mistral"),
     "muse_spark": Family(text_class=("muse_spark", "MuseSparkTextModel"), norm_after_expert=True),
-    "nllb-moe": Family(unsupported=_READS),
+    "nemo_speechlm": Family(unsupported="a text model that writes what an encoder hears"),
+    "nllb-moe": Family(unsupported=_DROPS),
     "olmoe": Family(genai="olmo"),
     "openai_privacy_filter": Family(gate="swiglu_oai", hidden_act="silu", transposed="all", encoder=True),
     "qwen3_5_moe": Family(genai="qwen3_5_moe_text"),
     "qwen3_moe": Family(genai="qwen3"),
     "qwen3_omni_moe": Family(text_class=("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel")),
+    "qwen3_omni_moe_talker": Family(unsupported="a model of codes of speech"),
     "qwen3_vl_moe": Family(text_class=("qwen3_vl_moe", "Qwen3VLMoeTextModel"), transposed="by shape"),
     "sarvam_moe": Family(divided=("query_key_value", _attention_rows)),
     "step3p5": Family(
@@ -200,8 +216,10 @@ FAMILIES = {
         names={f".moe.{name}_proj.weight": f".mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
         hidden_act="silu",
     ),
-    "switch_transformers": Family(unsupported=_READS),
+    "switch_transformers": Family(unsupported=_DROPS),
     "unlimited_ocr": Family(unsupported="attention that sees the whole prompt and a window of the answer"),
+    "vitpose": Family(unsupported="a model of images alone"),
+    "vitpose_backbone": Family(unsupported="a model of images alone"),
 }
 _PLAIN = Family()
 #: the types of FAMILIES that are refused, and why

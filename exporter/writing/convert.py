@@ -276,6 +276,8 @@ def _genai(ready: Prepared, partial: Callable[[str], Path], options: Options, pa
         return "onnxruntime-genai runs no slices"
     if options.paged and not target.on_gpu:
         return "onnxruntime-genai's Engine has caches in blocks on NVIDIA GPUs only"
+    if (family := parts[0].skeleton.vision) is not None and not family.NAME:
+        return "onnxruntime-genai 0.18 has no pipeline of this vision tower"
     graph, model = parts[0].graph.graph, parts[0].skeleton.model.config
     cached = caches(graph.inputs, options.paged)
     if reason := why_not(cached, options.paged):

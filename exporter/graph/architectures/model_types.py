@@ -13,28 +13,21 @@ class Row(NamedTuple):
         models: published ones. "text": their text model alone.
         attention: how it is exported. "one node" and "latent": one CachedAttention node a layer. "standard nodes":
             operators of ONNX. Others keep a state. A link leads to a section of the page.
-        further: whether it has further tests on the CPU and for CUDA. Other types were run on the CPU.
     """
 
     types: tuple[str, ...]
     models: str
     attention: str
-    further: bool = False
 
 
 MODEL_TYPES = (
-    Row(("qwen3_moe",), "Qwen3-30B-A3B, 235B-A22B", "one node", further=True),
-    Row(("mixtral", "olmoe"), "Mixtral, OLMoE", "one node", further=True),
-    Row(("gpt_oss",), "gpt-oss-20b, 120b", "one node", further=True),
-    Row(("deepseek_v3",), "DeepSeek-V3, R1, Kimi-K2", "latent", further=True),
-    Row(("glm4_moe",), "GLM-4.5, 4.6", "one node", further=True),
-    Row(("llama4", "llama4_text"), "Llama-4 Scout, Maverick; text", "one node", further=True),
-    Row(
-        ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
-        "Qwen3-Next, Qwen3.5, 3.6; text",
-        "one node, linear",
-        further=True,
-    ),
+    Row(("qwen3_moe",), "Qwen3-30B-A3B, 235B-A22B", "one node"),
+    Row(("mixtral", "olmoe"), "Mixtral, OLMoE", "one node"),
+    Row(("gpt_oss",), "gpt-oss-20b, 120b", "one node"),
+    Row(("deepseek_v3",), "DeepSeek-V3, R1, Kimi-K2", "latent"),
+    Row(("glm4_moe",), "GLM-4.5, 4.6", "one node"),
+    Row(("llama4", "llama4_text"), "Llama-4 Scout, Maverick; text", "one node"),
+    Row(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3-Next, Qwen3.5, 3.6; text", "one node, linear"),
     Row(("kimi_linear",), "Kimi-Linear-48B-A3B", "standard nodes (it has no rotary embedding), linear"),
     Row(("lfm2_moe",), "LFM2-8B-A1B", "standard nodes, short convolutions"),
     Row(("lara_mini",), "Lara-4-Mini", "one node, linear"),
@@ -100,7 +93,7 @@ MODEL_TYPES = (
     ),
     Row(("glm4v_moe",), "GLM-4.5V; text", "one node"),
     Row(("ernie4_5_vl_moe",), "ERNIE-4.5-VL-28B-A3B; text, with the experts of text", "one node"),
-    Row(("step3p7",), "Step-3.7-Flash; text", "standard nodes"),
+    Row(("step3p7", "step3p5"), "Step-3.7-Flash; text; Step-3.5-Flash", "standard nodes"),
     Row(("muse_spark",), "Muse Spark; text", "standard nodes"),
     Row(("mistral4", "mistral3"), "Mistral-Small-4; text", "latent"),
     Row(
@@ -133,3 +126,56 @@ MODEL_TYPES = (
     Row(("longcat_flash",), "LongCat-Flash, with experts that return their input", "latent, two nodes a layer"),
     Row(("afmoe", "beam", "hunyuan_v1_moe", "laguna"), "Trinity, Beam, Hunyuan-A13B, Laguna", "standard nodes"),
 )
+
+#: types whose text model is another type, which tests run: no numbers of their own
+TEXT_OF = {
+    "dots3_note": "dots3_note_text",
+    "internvl": "qwen3_moe",
+    "llama4": "llama4_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "nemotron_h_omni": "nemotron_h",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",
+    "qwen4_exp": "qwen4_exp_text",
+    "step3p5": "step3p7",
+}
+#: engine -> types of which a whole small model ran in it on an H100 or H200 (docs/lab/cuda.md, tensorrt.md,
+#: sparse-attention.md, published-models.md, several-gpus.md)
+RAN = {
+    "CUDA": {
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm4_moe",
+        "glm5_next",
+        "gpt_oss",
+        "granitemoehybrid",
+        "hy_v4",
+        "kimi_linear",
+        "lfm2_moe",
+        "llama4_text",
+        "minimax_m3_vl_text",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen4_exp_text",
+    },
+    "TensorRT": {
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "kimi_linear",
+        "lfm2_moe",
+        "llama4_text",
+        "minimax",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+    },
+}

@@ -9,7 +9,7 @@ of three axes. A module provides
   ``image_features`` [patches / merged, hidden size]. Raises ValueError of a configuration that makes none.
 - ``derived(tower)``: parameters of it that are functions of the checkpoint's tensors: name -> (that tensor's shape,
   the function).
-- ``NAME``: onnxruntime-genai's name of the pipeline.
+- ``NAME``: onnxruntime-genai's name of the pipeline; "": it has none, and other programs run the files.
 - ``parts(config)``: how many times the hidden size the features of an image token are wide.
 - ``prepare(model)``: makes a text model's rotary tables take positions int64 [3, batch, sequence].
 """
@@ -18,13 +18,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.vision import qwen3_5_moe, qwen3_vl_moe
+from quantmoe.exporter.graph.vision import glm4v_moe, qwen3_5_moe, qwen3_vl_moe
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format
 from quantmoe.exporter.reading.weights.base import BESIDE, VISION
 
 #: model_type of config.json -> module
-FAMILIES: dict[str, ModuleType] = {"qwen3_5_moe": qwen3_5_moe, "qwen3_vl_moe": qwen3_vl_moe}
+FAMILIES: dict[str, ModuleType] = {
+    "glm4v_moe": glm4v_moe,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
 #: model_type -> why its tower is not exported
 REFUSED = {
     "gemma4": "onnxruntime-genai's pipeline wants embeddings of each layer beside the tokens', which this exporter's "

@@ -61,18 +61,14 @@ def derived(model: Any) -> dict[str, tuple[tuple[int, ...], Callable[[np.ndarray
 def _forward(self: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
     """Make the tower of this configuration; all frames in a call have equally many patches."""
     weight = self.patch_embed.proj.weight
-    row, column, height, width = _places(pixel_values, image_grid_thw, self.spatial_merge_size)
+    row, column, height, width = places(pixel_values, image_grid_thw, self.spatial_merge_size)
     x = self.patch_embed.proj(pixel_values.to(weight.dtype))
     x = x + _positions(self.pos_embed, self.num_grid_per_side, (row, height), (column, width)).to(x.dtype)
 
-    angles = torch.stack((row, column), 1)[..., None].float() * self.rotary_pos_emb.inv_freq.float()
-    angles = angles.flatten(1)
-    tables = [torch.cat((table, table), -1)[:, None] for table in (angles.cos(), angles.sin())]
-    count, frames = image_grid_thw[:, 0].sum(), image_grid_thw[:, 1] * image_grid_thw[:, 2]
-    frames = torch.stack((count, frames.amax(0)))  # of frames that differ, the product is not that of the patches
+    tables, frames = turns(row, column, self.rotary_pos_emb.inv_freq), equal_frames(image_grid_thw)
     inner, features = list(getattr(self, "deepstack_visual_indexes", ())), []
     for layer, block in enumerate(self.blocks):
-        x = x + _attention(block.attn, block.norm1(x), tables, frames)
+        x = x + attention(block.attn, block.norm1(x), tables, frames)
         x = x + _mlp(block.mlp, block.norm2(x))
         if layer in inner:
             features.append(_merged(self.deepstack_merger_list[inner.index(layer)], x))
@@ -86,7 +82,21 @@ def _merged(merger: Any, x: torch.Tensor) -> torch.Tensor:
     return _mlp(merger, merger.norm(x).reshape(-1, merger.hidden_size))
 
 
-def _places(pixels: torch.Tensor, grid: torch.Tensor, merged: int) -> tuple[torch.Tensor, ...]:
+def turns(row: torch.Tensor, column: torch.Tensor, frequencies: torch.Tensor) -> list[torch.Tensor]:
+    """Return cosines and sines f32 [patches, 1, head features], of a patch's row and then of its column."""
+    angles = (torch.stack((row, column), 1)[..., None].float() * frequencies.float()).flatten(1)
+    return [torch.cat((table, table), -1)[:, None] for table in (angles.cos(), angles.sin())]
+
+
+def equal_frames(grid: torch.Tensor) -> torch.Tensor:
+    """Return the number of frames and the patches of each, int64 [2].
+
+    Of frames that differ, the product is not the number of patches.
+    """
+    return torch.stack((grid[:, 0].sum(), (grid[:, 1] * grid[:, 2]).amax(0)))
+
+
+def places(pixels: torch.Tensor, grid: torch.Tensor, merged: int) -> tuple[torch.Tensor, ...]:
     """Row and column of each patch in its frame, and that frame's numbers of rows and columns: int64 [patches] each.
 
     Patches that the tower's end merges, ``merged`` by ``merged``, are neighbours.
@@ -121,7 +131,7 @@ def _positions(table: torch.nn.Embedding, side: int, *axes: tuple[torch.Tensor, 
     )
 
 
-def _attention(module: Any, x: torch.Tensor, tables: list[torch.Tensor], frames: torch.Tensor) -> torch.Tensor:
+def attention(module: Any, x: torch.Tensor, tables: list[torch.Tensor], frames: torch.Tensor) -> torch.Tensor:
     query, key, value = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).unbind(1)
     cos, sin = tables
     query, key = ((t * cos + qwen.rotate_half(t) * sin) for t in (query.float(), key.float()))

@@ -24,6 +24,7 @@ from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
 from quantmoe.exporter.reading.formats.gptq import GPTQ
 from quantmoe.exporter.reading.formats.hqq import HQQ
+from quantmoe.exporter.reading.formats.inkling2 import Inkling2
 from quantmoe.exporter.reading.formats.mlx import MLX
 from quantmoe.exporter.reading.formats.modelopt import ModelOpt
 from quantmoe.exporter.reading.formats.quark import Quark
@@ -44,6 +45,7 @@ FORMATS: tuple[type[Format], ...] = (
     ModelOpt,
     Quark,
     GptOss,
+    Inkling2,
     GGML,
     BitsAndBytes,
     HQQ,

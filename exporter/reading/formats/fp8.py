@@ -7,6 +7,9 @@ Tensors of a linear with N outputs and K inputs:
   or column may be short. With DeepSeek's ``scale_fmt`` ue8m0 it is F8_E8M0;
 - else weight_scale of one element or one a row, with input_scale when activations are static.
 
+With ``expert_dtype`` fp4 (DeepSeek-V4) an expert's weight is I8 [N, K/2], two e2m1 numbers a byte, low nibble first.
+Its weight_scale_inv is F8_E8M0 [N, K/32]. The field is in the quantizer's configuration or outside.
+
 AutoRound's fp8 (``fp``, ``fp8_static``, by blocks) has these tensors too.
 
 DeepSeek multiplies by weight_scale_inv. GPTQModel divides, and says so with ``weight_scale_semantics: inverse``. It has
@@ -19,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.gptq import autoround_type, refuse_rotations
 from quantmoe.exporter.reading.weights.base import FLOATS, Format, ModuleScheme, Reads, Tensor
+from quantmoe.exporter.reading.weights.bits import unpack_nibbles
 
 
 class FP8(Format):
@@ -30,6 +34,7 @@ class FP8(Format):
     reads = (
         Reads("scales of blocks (also UE8M0), rows or tensors", ("gptqmodel-fp8-*", "fp8-128x128")),
         Reads("fp8 weights, without activations or with static ones; by blocks", ("autoround-fp*",), tool="AutoRound"),
+        Reads("`expert_dtype` fp4: MXFP4 experts", ("test_experts_of_deepseek_v4_in_fp4",), tool="DeepSeek"),
     )
     marks = ("weight_scale_inv", "weight_scale")
 
@@ -49,6 +54,10 @@ class FP8(Format):
         fmt = str(raw.get("fmt") or raw.get("format") or "e4m3").lower()
         if "e5m2" in fmt:
             raise CheckpointError(f"{ckpt.folder}: fp8 format {fmt}; supported: e4m3")
+        expert_dtype = raw.get("expert_dtype") or ckpt.text_config.get("expert_dtype") or "fp8"
+        if expert_dtype not in ("fp8", "fp4"):
+            raise CheckpointError(f"{ckpt.folder / 'config.json'}: expert_dtype {expert_dtype!r}; supported: fp8, fp4")
+        self.fp4_experts = expert_dtype == "fp4"
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -74,7 +83,12 @@ class FP8(Format):
                     "the fields of the other modules"
                 )
 
+    def _is_fp4(self, module: str) -> bool:
+        return self.fp4_experts and ".experts." in module
+
     def scheme(self, module: str) -> ModuleScheme:
+        if self._is_fp4(module):
+            return ModuleScheme("mxfp4", 32, "fp8_group128", "MXFP4, activations per 128")
         if self.weights_only:
             bn, bk = self.block or (1, -1)
             by = f"blocks {bn}x{bk}" if self.block else "rows"
@@ -94,6 +108,8 @@ class FP8(Format):
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
         self.no_zero_points(module)
+        if self._is_fp4(module):
+            return self._fp4(module, n, 2 * k)
         weight = Tensor("weight", ("F8_E4M3",), (n, k))
         static = Tensor("input_scale", FLOATS, (), required=not (self.block or self.dynamic))
         if self.block and f"{module}.weight_scale_inv" in self.ckpt:
@@ -113,6 +129,17 @@ class FP8(Format):
             group_size=bk,
             block_n=bn,
             input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
+            bias=self.bias(module, n),
+        )
+
+    def _fp4(self, module: str, n: int, k: int) -> QuantizedMatrix:
+        scales = Tensor("weight_scale_inv", ("F8_E8M0", "U8"), (n, -(-k // 32)))
+        tensors = self.take(module, [Tensor("weight", ("I8", "U8"), (n, k // 2)), scales])
+        return QuantizedMatrix(
+            kind="mxfp4",
+            codes=unpack_nibbles(tensors["weight"].view(np.uint8)),
+            scales=tensors["weight_scale_inv"].view(SCALE_DTYPES["e8m0"]),
+            group_size=32,
             bias=self.bias(module, n),
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError, dense
+from quantmoe.exporter.reading.families import family_named
 from quantmoe.exporter.reading.weights.base import ALL_BESIDE
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def named_experts(
     Raises:
         CheckpointError: there are none, or no operator computes something of the family.
     """
-    if missing := ckpt.family.unsupported:
-        kind = ckpt.text_config["model_type"]
-        raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported")
+    for kind in (ckpt.config.get("model_type"), ckpt.text_config.get("model_type")):
+        if missing := family_named(kind).unsupported:
+            raise CheckpointError(f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported")
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
         if not has(name):

@@ -6,11 +6,13 @@ Every tensor is random, norms and biases, too: what is left at zero or one hides
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import re
 import shutil
 from collections import Counter
 from dataclasses import replace
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,17 @@ from support.harness.sweeps import every
 from support.models.genai import check_tokens
 from support.models.published import PUBLISHED, kept
 from support.models.tiny import add_quantization, rewrite_linears
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, DynamicCache, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
 from quantmoe.custom_ops.op import IndexerSpec, inputs, optional_inputs
 from quantmoe.exporter.graph import trace
-from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES
+from quantmoe.exporter.graph.architectures.model_types import MODEL_TYPES, RAN, TEXT_OF
 from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.families import UNSUPPORTED
+from quantmoe.exporter.reading.families import FAMILIES, UNSUPPORTED
 from quantmoe.exporter.reading.formats import open_checkpoint
 from quantmoe.exporter.reading.weights.unquantized import Unquantized
 from quantmoe.exporter.report import selection
@@ -357,6 +359,8 @@ INSIDE = {
     "nemotron_h_omni": ("nemotron_h", "llm_config", "language_model.backbone."),
     "qwen4_exp": ("qwen4_exp_text", "text_config", "model.language_model."),
 }
+#: types of text models that are published alone -> the row of the model around it
+ALONE = {"step3p5": "step3p7"}
 LATENT = ("bailing_hybrid", "deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla", "mistral4", "longcat_flash")
 
 
@@ -428,10 +432,34 @@ def expected(model: Any, ids: torch.Tensor) -> np.ndarray:
         return np.stack(rows)
 
 
-def difference(model_type: str, quantize: str, folder: Path, **sizes: Any) -> float:
-    """Of the logits of prefill and decode, from transformers' with the same weights in float32, by the largest."""
+#: what a dry run and a report both have
+ALIKE = ("shared", "apart", "not_ort", "dequantized", "plain_attention", "activations")
+ALIKE += ("kv_cache", "left_out", "drafting", "chat", "tokenizer")
+
+
+def planned_export(checkpoint: Path, output: Path, **options: Any) -> None:
+    """Export, and compare what the dry run said before, what the report says, and what ``inspect`` finds in the
+    checkpoint and in the exported folder."""
+    dry = plan(checkpoint, output, **options)
+    report = export(checkpoint, output, **options)
+    assert {name: getattr(dry, name) for name in ALIKE} == {name: getattr(report, name) for name in ALIKE}
+    assert dry.packed == report.packed_bytes
+    found = inspect(output)
+    for kind in ("layers", "linears"):
+        planned: dict[str, Any] = getattr(dry, kind)
+        assert {name: row[:2] for name, row in planned.items()} == getattr(report, kind)
+        rows = {row["module"]: (row["format"], row["bytes"]) for row in found[kind]}
+        assert rows == {name: (scheme, size) for name, (scheme, _, size) in planned.items()}
+    assert found["plain_attention"] == dry.plain_attention
+    assert [node["attributes"] for node in found["indexers"]] == dry.indexers
+    assert {layer["module"] for layer in survey(checkpoint)["layers"]} == dry.layers.keys()
+
+
+def errors(model_type: str, quantize: str, folder: Path, **sizes: Any) -> dict[str, float]:
+    """Of the logits of a prompt, of the tokens after it and of padded prompts, from transformers' with the same weights
+    in float32, by the largest."""
     make_checkpoint(folder / "checkpoint", model_type, **sizes)
-    export(folder / "checkpoint", folder / "onnx", quantize=quantize, activations="float", cache="f32")
+    planned_export(folder / "checkpoint", folder / "onnx", quantize=quantize, activations="float", cache="f32")
     if quantize == "none":
         own = transformers_class(AutoConfig.from_pretrained(folder / "checkpoint"))
         torch_model = own.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
@@ -442,10 +470,19 @@ def difference(model_type: str, quantize: str, folder: Path, **sizes: Any) -> fl
     pieces = [(10, 1, 1, 2)]  # past the window of 8
     if model_type.partition(" ")[0] in SELECTING:
         pieces += [(14,), (3, 4, 2, 5)]
-    errors = [np.abs(logits_of(folder / "onnx", ids, own) - want).max() for own in pieces]
+    found: dict[str, list[float]] = {"prompt": [], "tokens": [0.0]}
+    for own in pieces:
+        error = np.abs(logits_of(folder / "onnx", ids, own) - want)
+        found["prompt"].append(error[:, : own[0]].max())
+        found["tokens"].append(error[:, own[0] :].max(initial=0))
     if quantize == "none":
-        errors += [padded_error(folder / "onnx", ids, want, left) for left in (True, False)]
-    return float(max(errors) / np.abs(want).max())
+        found["padded"] = [padded_error(folder / "onnx", ids, want, left) for left in (True, False)]
+    return {name: float(max(some) / np.abs(want).max()) for name, some in found.items()}
+
+
+def difference(model_type: str, quantize: str, folder: Path, **sizes: Any) -> float:
+    """Return the largest of :func:`errors`."""
+    return max(errors(model_type, quantize, folder, **sizes).values())
 
 
 def padded_error(folder: Path, ids: np.ndarray, want: np.ndarray, left: bool) -> float:
@@ -574,9 +611,56 @@ def test_the_docs_have_the_published_mechanisms() -> None:
     assert len(runs) == len({*runs})
     known = {name.partition(" ")[0] for name in PUBLISHED}
     accepted = {name for name in known if name.removesuffix("_text") not in UNSUPPORTED}
-    assert {*runs} == accepted | WRAPPERS | INSIDE.keys()
+    assert {*runs} == accepted | WRAPPERS | INSIDE.keys() | ALONE.keys()
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(runs)} model types]" in readme
+
+
+def test_the_table_of_errors() -> None:
+    """It has each type that a test runs, within the tests' bound; the others have a text model of the table."""
+    with (Path(__file__).parents[3] / "docs" / "lab" / "architecture_errors.csv").open(encoding="utf-8") as file:
+        rows = {row.pop("name"): {key: float(value) for key, value in row.items()} for row in csv.DictReader(file)}
+    assert rows.keys() == ARCHITECTURES.keys()
+    assert all(0 < error < 2e-5 for row in rows.values() for error in row.values())
+    runs = {name for row in MODEL_TYPES for name in row.types}
+    measured = {name.partition(" ")[0] for name in rows}
+    assert runs - measured == TEXT_OF.keys()
+    assert {name: TEXT_OF[name] for name in INSIDE} == {name: text for name, (text, *_) in INSIDE.items()}
+    assert set().union(*RAN.values(), TEXT_OF.values()) <= measured
+
+
+def parts_of(config: Any) -> list[Any]:
+    """Return a configuration and all configurations in it."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(part for value in inner for part in parts_of(value))]
+
+
+#: types whose configuration is refused without arguments, which have no experts of their own
+NO_DEFAULT = {"gemma4_assistant", "nougat"}
+
+
+def test_every_type_with_experts_is_listed() -> None:
+    """Among the types that run or, with a reason, among the refused ones; ``.._text`` with the model around it.
+
+    A type has experts if a field of its default configuration says so, also in a part of it. Where a modelling file
+    has a class of experts, one of the file's types at least is listed, whatever its defaults say.
+    """
+    listed = {name for row in MODEL_TYPES for name in row.types} | UNSUPPORTED.keys()
+    listed |= {name for name, family in FAMILIES.items() if family.encoder}
+    found, files = set(), {}
+    for kind in sorted(CONFIG_MAPPING_NAMES):
+        name = kind if kind in listed else kind.removesuffix("_text")
+        for path in Path(getfile(CONFIG_MAPPING[kind])).parent.glob("modeling_*.py"):
+            if re.search(r"^class \w*Experts\w*\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+                files.setdefault(path.name, set()).add(name)
+        if kind not in NO_DEFAULT:
+            fields = [own for part in parts_of(CONFIG_MAPPING[kind]()) for own in vars(part).items()]
+            if any(re.search(r"experts|^moe_|_moe_", field) and value for field, value in fields):
+                found.add(name)
+    assert found - listed == set()
+    assert {name for name, kinds in files.items() if not kinds & listed} == set()
+    assert len(found) > 80
+    assert len(files) > 50
 
 
 def selecting(folder: Path, zeros: str, **fields: Any) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -618,12 +702,13 @@ def test_all_tokens_are_selected_where_there_are_no_more(tmp_path: Path) -> None
     assert np.abs(attend_to(model, 6, ids) - dense).max() > 0.01 * np.abs(dense).max()
 
 
-#: types that select blocks of tokens -> how many tokens a list has
-BLOCKS = {"minimax_m3_vl_text": 6, "glm5_next": 7, "qwen4_exp_text": 7}
+#: types with lists of tokens, or of blocks of tokens -> how many tokens a list has; all but two attend in latents
+LISTS = {"deepseek_v32": 6, "minimax_m3_vl_text": 6, "glm5_next": 7, "qwen4_exp_text": 7}
+LISTS |= dict.fromkeys(("axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4"), 6)
 
 
-@pytest.mark.parametrize("model_type", every(BLOCKS))
-def test_a_list_of_all_blocks_is_dense_attention_bit_for_bit(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", every(LISTS))
+def test_a_list_of_all_tokens_is_dense_attention_bit_for_bit(model_type: str, tmp_path: Path) -> None:
     """Logits of an export and of its nodes without their lists: equal up to a list's size, and different behind it."""
     make_checkpoint(tmp_path / "checkpoint", model_type)
     export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", activations="float", cache="f32")
@@ -635,7 +720,7 @@ def test_a_list_of_all_blocks_is_dense_attention_bit_for_bit(model_type: str, tm
     for node in readers:
         del node.input[at:]
     onnx.save(model, tmp_path / "dense" / "model.onnx")
-    ids, size = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14)), BLOCKS[model_type]
+    ids, size = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14)), LISTS[model_type]
     for pieces in ((14,), (3, 4, 2, 5), (size, 1, 13 - size), (1,) * 14):
         found, dense = (logits_of(tmp_path / name, ids, pieces) for name in ("onnx", "dense"))
         assert found[:, :size].tobytes() == dense[:, :size].tobytes()
@@ -861,7 +946,7 @@ def test_the_thinker_of_a_model_that_also_speaks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outer", every(INSIDE))
 def test_the_text_model_inside_a_model_that_sees(outer: str, tmp_path: Path) -> None:
-    """The dry run of both has the same layers."""
+    """The dry run of both has the same nodes."""
     text, part, prefix = INSIDE[outer]
     make_checkpoint(tmp_path / "text", text)
     config = json.loads((tmp_path / "text" / "config.json").read_text(encoding="utf-8"))
@@ -877,8 +962,30 @@ def test_the_text_model_inside_a_model_that_sees(outer: str, tmp_path: Path) -> 
         name: plan(tmp_path / name, tmp_path / "onnx", quantize="none", activations="float")
         for name in ("text", "whole")
     }
-    assert list(dry["whole"].plain_attention) == list(dry["text"].plain_attention)
-    assert len(dry["whole"].layers) == len(dry["text"].layers) > 0
+    for name in ("layers", "linears", "shared", "plain_attention"):  # whose keys are the checkpoint's names
+        whole_rows, text_rows = (getattr(dry[part], name) for part in ("whole", "text"))
+        assert [*whole_rows.values()] == [*text_rows.values()], name
+    for name in ("dense", "indexers", "cache", "states"):
+        assert getattr(dry["whole"], name) == getattr(dry["text"], name), name
+    assert len(dry["text"].layers) > 0
+
+
+@pytest.mark.parametrize("alone", ALONE)
+def test_a_text_model_that_is_published_alone(alone: str, tmp_path: Path) -> None:
+    """Its logits are those of the text model inside the other."""
+    make_checkpoint(tmp_path / "whole", ALONE[alone])
+    config = json.loads((tmp_path / "whole" / "config.json").read_text(encoding="utf-8"))["text_config"]
+    assert config["model_type"] == alone
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if name.startswith(("model.", "lm_head."))}
+    save_file(text, tmp_path / "text" / "model.safetensors", {"format": "pt"})
+    ids, found = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14)), {}
+    for name in ("whole", "text"):
+        export(tmp_path / name, tmp_path / f"{name}.onnx", quantize="none", activations="float", cache="f32")
+        found[name] = logits_of(tmp_path / f"{name}.onnx", ids).tobytes()
+    assert found["whole"] == found["text"]
 
 
 def prune(folder: Path, name: str, keep: dict[int, int], dense: int | None = None, **fields: Any) -> Any:

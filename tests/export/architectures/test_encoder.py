@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
@@ -45,8 +46,11 @@ FLOATS: dict[str, Any] = {"quantize": "none", "activations": "float"}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("encoder") / "checkpoint"
-    config = AutoConfig.for_model("openai_privacy_filter", **SIZES)
+    return make_checkpoint(tmp_path_factory.mktemp("encoder") / "checkpoint")
+
+
+def make_checkpoint(folder: Path, **sizes: Any) -> Path:
+    config = AutoConfig.for_model("openai_privacy_filter", **SIZES | sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
@@ -158,3 +162,31 @@ def test_pooling(checkpoint: Path, tmp_path: Path) -> None:
 def test_options_of_decoders(checkpoint: Path, tmp_path: Path, option: dict[str, Any]) -> None:
     with pytest.raises((OptionError, CheckpointError), match=next(iter(option))):
         plan(checkpoint, tmp_path / "onnx", quantize="int4", **option)
+
+
+def test_fastembed(tmp_path: Path) -> None:
+    """It reads the folder of ``--target ort``, and has the graph's own vectors: both take the mean over the tokens."""
+    fastembed = pytest.importorskip("fastembed", reason="fastembed is not installed")
+    from fastembed.common.model_description import ModelSource, PoolingType
+
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 256
+    sizes = {"vocab_size": -(-len(tokenizer) // 64) * 64, "intermediate_size": 64}
+    make_checkpoint(tmp_path / "checkpoint", **sizes)
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="int4", target="ort")
+    source = ModelSource(hf="quantmoe/encoder")
+    fastembed.TextEmbedding.add_custom_model(
+        model="quantmoe/encoder",
+        pooling=PoolingType.MEAN,
+        normalization=False,
+        sources=source,
+        dim=SIZES["hidden_size"],
+        model_file="model.onnx",
+    )
+    texts = ["A mixture of experts routes each token", "A router"]
+    found = fastembed.TextEmbedding("quantmoe/encoder", specific_model_path=str(tmp_path / "onnx")).embed(texts)
+    feed = {name: tensor.numpy() for name, tensor in tokenizer(texts, padding=True, return_tensors="pt").items()}
+    ran = session(tmp_path / "onnx")
+    want = ran.run(["sentence_embedding"], {i.name: feed[i.name] for i in ran.get_inputs()})[0]
+    assert near(np.stack([*found]), want)
