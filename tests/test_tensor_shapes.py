@@ -8,7 +8,7 @@ import pytest
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec, space_spec
 
 from quantmoe.custom_ops import tensor_shapes
-from quantmoe.custom_ops.nodes import Hadamard
+from quantmoe.custom_ops.nodes import Hadamard, HyperConnection
 from quantmoe.custom_ops.op import (
     GatherSpec,
     IndexerSpec,
@@ -123,6 +123,11 @@ NODES: list[tuple[Spec, list[list[int] | None], list[list[int]]]] = [
         [[3, 5, 1, 6], [3, 1, 14, 8]],
     ),
     (Hadamard(features=96, size=32), [[2, 3, 96]], [[2, 3, 96]]),
+    (
+        HyperConnection(num_streams=3, hidden_size=8, iterations=2, epsilon=0.0),
+        [[2, 5, 3, 8], [2, 5, 15], [15], [3]],
+        [[2, 5, 8], [2, 5, 3], [2, 5, 3, 3]],
+    ),
     (conv_spec(40), [[2, 3, 40], [40, 4], [40], [2, 40, 3], [2, 3]], [[2, 3, 40], [2, 40, 3]]),
     (
         replace(conv_spec(40, state_window=2), x_size=61, x_offset=20),
