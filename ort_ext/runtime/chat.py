@@ -608,6 +608,8 @@ class TextStream:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skipped))
 
     def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
         text, self._held = self._held + text, ""
         if self.stopped:
             return ""

@@ -36,8 +36,8 @@ from quantmoe.serving.wrong_fields import wrong_field
 
 #: bytes of a request's body at most
 BODY = 4 << 20
-#: answers from which on they are sent in intervals, of so many seconds
-MANY, PAUSE = 16, 0.05
+#: more answers than this are sent in intervals, of so many seconds for each answer: one object takes 0.1 ms of a core
+MANY, PAUSE = 16, 0.0004
 #: tokens of an answer of /v1/completions, as OpenAI's
 TOKENS = 16
 #: path that needs no key, and all paths that are counted by name
@@ -114,11 +114,35 @@ class Door:
         await refused.response()(scope, receive, counted)
 
 
+class Inbox:
+    """What has come for an HTTP request, which takes all of it at once.
+
+    Attributes:
+        some: there is an item.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self.some = asyncio.Event()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if len(self._items) == 1:
+            self.some.set()
+
+    async def take(self) -> list[Any]:
+        """Wait for an item. Return it and those behind it."""
+        await self.some.wait()
+        self.some.clear()
+        items, self._items = self._items, []
+        return items
+
+
 class Mail:
     """Events on the way from the scheduler's thread to an event loop, which one call of it brings together.
 
-    While more than MANY answers go on, calls are PAUSE seconds apart. Each answer then gets several tokens at once, in
-    one object: an object costs more than a token.
+    While more than MANY answers go on, calls are PAUSE seconds for each answer apart. Each answer then gets several
+    tokens at once, in one object: an object costs more than a token.
 
     Attributes:
         many: so many went on at the last call.
@@ -127,12 +151,12 @@ class Mail:
     many = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self._items = loop, deque[tuple[asyncio.Queue[Any], Any]]()
+        self.loop, self._items = loop, deque[tuple[Inbox, Any]]()
         self._next = 0.0
 
-    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Send an item to a queue of the loop; for the scheduler's thread alone."""
-        self._items.append((queue, item))
+    def put(self, inbox: Inbox, item: Any) -> None:
+        """Send an item to an inbox; for the scheduler's thread alone."""
+        self._items.append((inbox, item))
         if len(self._items) == 1:  # else a call is on its way, which takes this item, too
             self.loop.call_soon_threadsafe(self._bring_in_time)
 
@@ -143,13 +167,13 @@ class Mail:
             self._bring()
 
     def _bring(self) -> None:
-        queues = set()
+        inboxes = set()
         while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
-            queues.add(queue)
-        self.many = len(queues) > MANY
-        self._next = self.loop.time() + PAUSE if self.many else 0.0
+            inbox, item = self._items.popleft()
+            inbox.put(item)
+            inboxes.add(inbox)
+        self.many = len(inboxes) > MANY
+        self._next = self.loop.time() + PAUSE * len(inboxes) if self.many else 0.0
 
 
 class Server:
@@ -241,7 +265,7 @@ class Server:
         arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
-        heard: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+        heard = Inbox()
         requests = self._requests(ask, prompts, heard)
         rules = ask.rules()
         field = {"json_schema": "response_format"}
@@ -283,7 +307,7 @@ class Server:
                 request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
                 request.constraint.allowed()  # here, as the first time may take seconds
 
-    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: asyncio.Queue[Any]) -> list[Request]:
+    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: Inbox) -> list[Request]:
         each = ask.n or 1
         text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
         if self._mail is None or self._mail.loop is not loop:
@@ -339,7 +363,7 @@ def _public(server: Server | Embeddings, error: BaseException) -> str:
 
 
 async def _events(
-    http: HttpRequest, requests: Sequence[Request], heard: asyncio.Queue[tuple[int, Event] | None]
+    http: HttpRequest, requests: Sequence[Request], heard: Inbox
 ) -> AsyncIterator[list[tuple[int, Event]]]:
     """Yield what all answers hear, with the number of the answer, until the last of them ends.
 
@@ -350,16 +374,13 @@ async def _events(
     async def watch() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
-        heard.put_nowait(None)
+        heard.put(None)
 
     watching, left = asyncio.ensure_future(watch()), len(requests)
     try:
         while left:
-            items = [await heard.get()]
-            while not heard.empty():
-                items.append(heard.get_nowait())
             found = []
-            for item in items:
+            for item in await heard.take():
                 if item is None:
                     raise Gone
                 if item[1].error is not None:

@@ -278,12 +278,14 @@ class Scheduler:
         for answer, chosen, reason in fresh:
             if answer.request.gone:
                 continue
-            with self._failing([answer], (Exception,)):
+            try:
                 event = answer.event(chosen, reason)
                 if event.reason is not None and reason is None:  # by a stop text
                     self._leave(answer)
                 answer.told = event.reason is not None
                 answer.request.tell(event)
+            except Exception as error:
+                self._fail([answer], error)
 
     @property
     def _ahead(self) -> bool:

@@ -88,8 +88,8 @@ def work(spare):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-# In steps below a megabyte, each in a thread that has met no error before.
-for spare in range(0, 64 << 20, 384 << 10):
+# In steps of 32 kB, each in a thread that has met no error before: the smallest pieces are asked for in few of them.
+for spare in range(0, 64 << 20, 32 << 10):
     thread = threading.Thread(target=work, args=(spare,))
     thread.start()
     thread.join()

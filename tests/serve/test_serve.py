@@ -39,7 +39,7 @@ from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.runtime.choosing.constraint import RuleError
 from quantmoe.serving.answers import ChatAnswers, TextAnswers
-from quantmoe.serving.app import BODY, MANY, PAUSE, Mail, Server, _objects, application
+from quantmoe.serving.app import BODY, MANY, PAUSE, Inbox, Mail, Server, _objects, application
 from quantmoe.serving.choosing import Chances
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.protocol import Message
@@ -208,20 +208,29 @@ def test_many_answers_hear_in_intervals(answers: int) -> None:
     loop: Any = SimpleNamespace(
         time=lambda: now[0], call_soon_threadsafe=soon.append, call_later=lambda *call: later.append(call)
     )
-    mail, heard = Mail(loop), [asyncio.Queue[int]() for _ in range(answers)]
+    mail, heard = Mail(loop), [Inbox() for _ in range(answers)]
+    come: list[list[int]] = [[] for _ in heard]
+
+    def take() -> None:
+        for inbox, tokens in zip(heard, come, strict=True):
+            if inbox.some.is_set():
+                tokens += asyncio.run(inbox.take())
+
     for token in range(3):
-        for queue in heard:
-            mail.put(queue, token)
+        for inbox in heard:
+            mail.put(inbox, token)
         while soon:
             soon.pop()()
-        assert {queue.qsize() for queue in heard} == {token + 1 if answers == MANY else 1}
+        take()
+        assert {len(tokens) for tokens in come} == {token + 1 if answers == MANY else 1}
         assert mail.many == (answers > MANY)
-        now[0] += 0.01
+        now[0] += 0.001
     assert len(later) == (answers > MANY)
     for seconds, call in later:
-        assert seconds == pytest.approx(PAUSE - 0.01)
+        assert seconds == pytest.approx(PAUSE * answers - 0.001)
         call()
-    assert {tuple(queue.get_nowait() for _ in range(3)) for queue in heard} == {(0, 1, 2)}
+    take()
+    assert come == [[0, 1, 2]] * answers
 
 
 def test_requests_that_run_together_have_their_own_answers(

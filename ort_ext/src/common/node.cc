@@ -24,9 +24,7 @@ Node::Node(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
 }
 
 void Node::check(OrtStatus* status, const std::string& what) const {
-  if (!status) return;
-  const std::unique_ptr<OrtStatus, void (*)(OrtStatus*)> owned(status, api_->ReleaseStatus);
-  throw std::runtime_error(node_ + ": " + what + ": " + api_->GetErrorMessage(status));
+  if (status) quantmoe::check(api_, status, node_ + ": " + what);
 }
 
 Shape Node::shape_of(const OrtValue* value) const {

@@ -51,9 +51,10 @@ OrtStatus* guard(const OrtApi* api, F&& body) noexcept {
 // Throws what a status says, after `what`.
 inline void check(const OrtApi* api, OrtStatus* status, const std::string& what = "ONNX Runtime") {
   if (!status) return;
-  const std::string message = what + ": " + api->GetErrorMessage(status);
+  std::string message = api->GetErrorMessage(status);
   api->ReleaseStatus(status);
-  throw std::runtime_error(message);
+  if (message == "std::bad_alloc") message = "no memory";  // ONNX Runtime passes on the exception's own text
+  throw std::runtime_error(what + ": " + message);
 }
 
 using Shape = std::vector<int64_t>;
