@@ -72,8 +72,8 @@ int run(const qm_hyper_connection& node, const qm_call& call, char*) {
   const int64_t tokens = tokens_of(call), n = node.num_streams, size = node.hidden_size;
   const int64_t bytes = size * (type == QM_F32 ? 4 : 2);
   parallel(lanes_of(call), call.parallel_for, call.parallel_context, tasks_of(call), [&](int lane, int64_t task) {
-    float* const stream = static_cast<float*>(call.workspace) + lane * 2 * size;
-    float* const sum = stream + size;
+    float* const sum = static_cast<float*>(call.workspace) + lane * 2 * size;
+    float* const wide = sum + size;  // a stream in f32
     for (int64_t t = task * kTokensPerTask; t < std::min(tokens, (task + 1) * kTokensPerTask); ++t) {
       float z[kMaxStreams * (2 + kMaxStreams)];
       const float* const mixes = tensors.mixes + t * n * (2 + n);
@@ -82,14 +82,14 @@ int run(const qm_hyper_connection& node, const qm_call& call, char*) {
       connect(node, z);
       from_float(QM_F32, z + n, n, tensors.post + t * n);
       from_float(QM_F32, z + 2 * n, n * n, tensors.comb + t * n * n);
-      const uint8_t* const streams = static_cast<const uint8_t*>(tensors.streams) + t * n * bytes;
-      for (int64_t i = 0; i < n; ++i) {
-        to_float(type, streams + i * bytes, size, stream);
-        scale(z[i], stream, size);
+      const uint8_t* stream = static_cast<const uint8_t*>(tensors.streams) + t * n * bytes;
+      for (int64_t i = 0; i < n; ++i, stream += bytes) {
+        if (type != QM_F32) to_float(type, stream, size, wide);
+        const float* const x = type == QM_F32 ? reinterpret_cast<const float*>(stream) : wide;
         if (i == 0)
-          std::copy_n(stream, size, sum);
+          for (int64_t d = 0; d < size; ++d) sum[d] = z[i] * x[d];
         else
-          for (int64_t d = 0; d < size; ++d) sum[d] += stream[d];
+          for (int64_t d = 0; d < size; ++d) sum[d] += z[i] * x[d];
       }
       from_float(type, sum, size, static_cast<uint8_t*>(tensors.collapsed) + t * bytes);
     }
