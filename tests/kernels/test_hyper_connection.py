@@ -57,7 +57,7 @@ def test_logits_of_all_sizes(spread: float, epsilon: float) -> None:
 
 
 def test_equal_logits_are_exact() -> None:
-    """Sums and quotients of quarters and of eights have no rounding: so have all sums of four streams."""
+    """Check that nothing is rounded where all numbers of comb are 1 / 4."""
     given = inputs(spec_of(4, 40, 20, 0.0), (3,), spread=0.0)
     streams = np.random.default_rng(0).integers(-64, 65, given.streams.shape).astype(np.float32)
     collapsed, post, comb = native.run(given.spec, streams, *given.tensors[1:])
@@ -101,7 +101,7 @@ def test_numbers_that_are_not_finite_stay_in_their_token() -> None:
 
 
 def test_deepseek_v4() -> None:
-    """The module of transformers, of whose linear the node has the output."""
+    """Compare the node after a projection with the module of transformers."""
     config = DeepseekV4Config(hidden_size=64, hc_mult=4)
     module = DeepseekV4HyperConnection(config)
     draw = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """HyperConnection in float64, with a bound on how far a kernel may be from it; ops/hyper_connection.def.
 
-Logits are exact: the operator says how each is rounded. Errors of comb are relative, so a bound of their logarithms is
-a sum: each rounding times how much later steps make of it, from the product of the steps' derivatives. No step's errors
-are just added up, as a division by a sum takes most of the sum's error back.
+Logits are exact: the operator says how each is rounded. The error of comb is the error of its logarithm. To first order
+this is a sum over all roundings. Each counts times what later steps make of it, which is the product of their
+derivatives. A division by a sum takes most of an earlier error back, so a plain product of bounds would say nothing.
 """
 
 from __future__ import annotations
