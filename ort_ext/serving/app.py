@@ -9,7 +9,6 @@ import hmac
 import json
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from quantmoe.runtime.choosing.constraint import Grammar, RuleError
 from quantmoe.serving import protocol
 from quantmoe.serving.answers import Answers, ChatAnswers, TextAnswers
 from quantmoe.serving.embeddings import Embeddings
+from quantmoe.serving.mail import Inbox, Mail
 from quantmoe.serving.metrics import Metrics
 from quantmoe.serving.protocol import Ask, AskChat, AskText, AskVectors
 from quantmoe.serving.scheduler import BusyError, ClosedError, Event, Request, Scheduler
@@ -36,8 +36,6 @@ from quantmoe.serving.wrong_fields import wrong_field
 
 #: bytes of a request's body at most
 BODY = 4 << 20
-#: more answers than this are sent in intervals, of so many seconds for each answer: one object takes 0.1 ms of a core
-MANY, PAUSE = 16, 0.0004
 #: tokens of an answer of /v1/completions, as OpenAI's
 TOKENS = 16
 #: path that needs no key, and all paths that are counted by name
@@ -114,68 +112,6 @@ class Door:
         await refused.response()(scope, receive, counted)
 
 
-class Inbox:
-    """What has come for an HTTP request, which takes all of it at once.
-
-    Attributes:
-        some: there is an item.
-    """
-
-    def __init__(self) -> None:
-        self._items: list[Any] = []
-        self.some = asyncio.Event()
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        if len(self._items) == 1:
-            self.some.set()
-
-    async def take(self) -> list[Any]:
-        """Wait for an item. Return it and those behind it."""
-        await self.some.wait()
-        self.some.clear()
-        items, self._items = self._items, []
-        return items
-
-
-class Mail:
-    """Events on the way from the scheduler's thread to an event loop, which one call of it brings together.
-
-    While more than MANY answers go on, calls are PAUSE seconds for each answer apart. Each answer then gets several
-    tokens at once, in one object: an object costs more than a token.
-
-    Attributes:
-        many: so many went on at the last call.
-    """
-
-    many = False
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop, self._items = loop, deque[tuple[Inbox, Any]]()
-        self._next = 0.0
-
-    def put(self, inbox: Inbox, item: Any) -> None:
-        """Send an item to an inbox; for the scheduler's thread alone."""
-        self._items.append((inbox, item))
-        if len(self._items) == 1:  # else a call is on its way, which takes this item, too
-            self.loop.call_soon_threadsafe(self._bring_in_time)
-
-    def _bring_in_time(self) -> None:
-        if (early := self._next - self.loop.time()) > 0:
-            self.loop.call_later(early, self._bring)
-        else:
-            self._bring()
-
-    def _bring(self) -> None:
-        inboxes = set()
-        while self._items:
-            inbox, item = self._items.popleft()
-            inbox.put(item)
-            inboxes.add(inbox)
-        self.many = len(inboxes) > MANY
-        self._next = self.loop.time() + PAUSE * len(inboxes) if self.many else 0.0
-
-
 class Server:
     """A model and its scheduler. Arguments are as of :class:`Scheduler`."""
 
@@ -192,7 +128,7 @@ class Server:
         folder = model.path.parent
         self.model, self.text, self.name, self.began = model, Text(folder), folder.resolve().name, int(time.time())
         self.metrics, self.most = Metrics(), rows + queue
-        self._mail: Mail | None = None
+        self._carries: Mail | None = None
         self._file = folder / "generation_config.json"
         self._config, self._vocabulary = read_object(self._file), vocabulary_of(read_object(folder / "config.json"))
         sampling_of(self._config, self._file, self._vocabulary)  # a file at fault is said at once
@@ -265,8 +201,9 @@ class Server:
         arguments: TemplateArguments | None = None,
     ) -> Response:
         """Return one object, or a stream of them."""
-        heard = Inbox()
-        requests = self._requests(ask, prompts, heard)
+        mail = self._mail()
+        heard = mail.open(streamed=bool(ask.stream))
+        requests = self._requests(ask, prompts, mail, heard)
         rules = ask.rules()
         field = {"json_schema": "response_format"}
         with _refusing(self, next((field.get(kind, kind) for kind in rules), "tool_choice")):
@@ -280,8 +217,7 @@ class Server:
             refusing = partial(_refusing, self)
             with refusing():
                 first = await anext(events)  # an error before it has a status
-            assert self._mail is not None  # _requests made it
-            lines = _lines(answers, first, events, usage=usage, refusing=refusing, mail=self._mail)
+            lines = _lines(answers, first, events, usage=usage, refusing=refusing, mail=mail)
             return StreamingResponse(lines, media_type="text/event-stream")
         with _refusing(self):
             async for found in events:
@@ -307,12 +243,15 @@ class Server:
                 request.constraint = self.text.constraint(grammar, request.ids, self.model.vocabulary)
                 request.constraint.allowed()  # here, as the first time may take seconds
 
-    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], heard: Inbox) -> list[Request]:
-        each = ask.n or 1
-        text, loop = isinstance(ask, AskText), asyncio.get_running_loop()
-        if self._mail is None or self._mail.loop is not loop:
-            self._mail = Mail(loop)
-        mail = self._mail
+    def _mail(self) -> Mail:
+        """Return the mail of the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._carries is None or self._carries.loop is not loop:
+            self._carries = Mail(loop)
+        return self._carries
+
+    def _requests(self, ask: Ask, prompts: Sequence[Sequence[int]], mail: Mail, heard: Inbox) -> list[Request]:
+        each, text = ask.n or 1, isinstance(ask, AskText)
         most = ask.most or (TOKENS if text else self.scheduler.capacity)
         requests = []
         for number in range(len(prompts) * each):
@@ -321,7 +260,7 @@ class Server:
                 sampling = sampling_of(self._config, self._file, self._vocabulary, **ask.sampling(), seed=seed)
 
             def tell(event: Event, number: int = number) -> None:
-                mail.put(heard, (number, event))
+                mail.put(heard, (number, event), ends=event.reason is not None or event.error is not None)
 
             ids = list(prompts[number // each])
             request = Request(
@@ -375,6 +314,7 @@ async def _events(
         while (await http.receive())["type"] != "http.disconnect":
             pass
         heard.put(None)
+        heard.wake()
 
     watching, left = asyncio.ensure_future(watch()), len(requests)
     try:

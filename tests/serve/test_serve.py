@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from quantmoe import Generator, ModelError, OptionError, Text, export
 from quantmoe.exporter.folder.interface import BLOCK as BLOCK_SLOTS
 from quantmoe.runtime.choosing.constraint import RuleError
 from quantmoe.serving.answers import ChatAnswers, TextAnswers
-from quantmoe.serving.app import BODY, MANY, PAUSE, Inbox, Mail, Server, _objects, application
+from quantmoe.serving.app import BODY, Server, _objects, application
 from quantmoe.serving.choosing import Chances
 from quantmoe.serving.prefixes import BLOCK, Block, Prefixes
 from quantmoe.serving.protocol import Message
@@ -199,38 +198,6 @@ def test_tokens_that_come_together_are_one_object(served: tuple[Server, int]) ->
             assert begins == ("role" in choice.get("delta", {})) or "text" in choice
             assert len(choice["logprobs"].get("content") or choice["logprobs"]["tokens"]) == 2
         assert answers.usage()["completion_tokens"] == 4
-
-
-@pytest.mark.parametrize("answers", [MANY, MANY + 1])
-def test_many_answers_hear_in_intervals(answers: int) -> None:
-    """What comes while the mail waits is brought together, in its order."""
-    soon, later, now = list[Callable[[], None]](), list[tuple[float, Callable[[], None]]](), [5.0]
-    loop: Any = SimpleNamespace(
-        time=lambda: now[0], call_soon_threadsafe=soon.append, call_later=lambda *call: later.append(call)
-    )
-    mail, heard = Mail(loop), [Inbox() for _ in range(answers)]
-    come: list[list[int]] = [[] for _ in heard]
-
-    def take() -> None:
-        for inbox, tokens in zip(heard, come, strict=True):
-            if inbox.some.is_set():
-                tokens += asyncio.run(inbox.take())
-
-    for token in range(3):
-        for inbox in heard:
-            mail.put(inbox, token)
-        while soon:
-            soon.pop()()
-        take()
-        assert {len(tokens) for tokens in come} == {token + 1 if answers == MANY else 1}
-        assert mail.many == (answers > MANY)
-        now[0] += 0.001
-    assert len(later) == (answers > MANY)
-    for seconds, call in later:
-        assert seconds == pytest.approx(PAUSE * answers - 0.001)
-        call()
-    take()
-    assert come == [[0, 1, 2]] * answers
 
 
 def test_requests_that_run_together_have_their_own_answers(
