@@ -52,7 +52,7 @@ def test_logits_of_all_sizes(spread: float, epsilon: float) -> None:
 def test_numbers_that_are_not_finite_stay_in_their_token() -> None:
     given = inputs(spec_of(4, 64, 20), (5,), NUMPY["bf16"])
     given.streams[1, 2, 5] = np.nan
-    given.mixes[2, 1], given.mixes[3, 11] = np.nan, np.inf
+    given.mixes[2, 1] = given.mixes[3, 11] = np.nan
     collapsed, post, comb = on_cpu(cuda.run_node(given.spec, *on_gpu(given, "bf16")))
     assert np.argwhere(np.isnan(collapsed[1])).tolist() == [[5]]
     assert np.isnan(collapsed[2]).all()
