@@ -37,9 +37,11 @@ class Inputs:
         return self.streams, self.mixes, self.base, self.scale
 
 
-def inputs(spec: HyperConnection, tokens: tuple[int, ...], dtype: Any = np.float32, spread: float = 1.0) -> Inputs:
+def inputs(
+    spec: HyperConnection, tokens: tuple[int, ...], dtype: Any = np.float32, spread: float = 1.0, seed: int = 0
+) -> Inputs:
     """Return random inputs. spread: of the logits."""
-    rng, n = np.random.default_rng(len(tokens)), spec.num_streams
+    rng, n = np.random.default_rng(seed), spec.num_streams
     weights = n * (2 + n)
     return Inputs(
         spec,
