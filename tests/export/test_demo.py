@@ -62,6 +62,7 @@ def test_every_fixture_is_exported_run_and_compared(folder, tmp_path, monkeypatc
     assert len(compared.tokens) == len(compared.expected_tokens) == 4
     exact = compared.difference if compared.float_difference is None else compared.float_difference
     assert exact < 1e-4
+    assert inspect(out)["metadata"]["num_logits"] == "1"  # also of prompts
     assert not list(out.glob("*.partial"))
 
 

@@ -467,6 +467,15 @@ def test_logits_of_last_tokens(count: int) -> None:
     np.testing.assert_array_equal(run(model, **given), np.stack([y[i] for y, i in zip(every, rows, strict=True)]))
 
 
+def test_logits_of_a_head_that_onnxscript_fuses() -> None:
+    """An LM head in f32, with the transpose of its weight."""
+    model = parsed(LOGITS)
+    (head,) = (node for node in model.graph if node.op_type == "MatMul")
+    head.domain, head.op_type = "com.microsoft", "FusedMatMul"
+    assert keep_last_logits(model, 1)
+    assert head.inputs[0].producer().op_type == "GatherND"
+
+
 def test_hidden_states_are_an_output() -> None:
     model = parsed(LOGITS)
     assert output_hidden(model, "hidden_states", 4)

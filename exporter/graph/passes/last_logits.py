@@ -85,13 +85,16 @@ def output_hidden(model: ir.Model, name: str, size: int) -> bool:
 
 def head_of(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
     """Return the product with a weight that makes the logits, what it reads, and its output with the elementwise
-    values after it. Without such a product, return None."""
+    values after it. Without such a product, return None.
+
+    FusedMatMul is ONNX Runtime's, which onnxscript makes for an LM head that stays in f32.
+    """
     value = next(output for output in graph.outputs if output.name == "logits")
     chain: list[ir.Value] = []
     while (node := value.producer()) is not None and (node.op_type in _ELEMENTWISE or _of_features(node)):
         chain.append(value)
         value = next(i for i in node.inputs if i is not None and i.producer() is not None)
-    if node is None or node.op_type not in ("MatMul", "QuantLinear", "MatMulNBits") or node.inputs[0] is None:
+    if node is None or node.op_type not in ("MatMul", "FusedMatMul", "QuantLinear", "MatMulNBits") or node.inputs[0] is None:
         return None
     return node, node.inputs[0], [*chain, value]
 
