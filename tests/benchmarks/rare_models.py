@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from test_architectures import make_checkpoint
+from transformers import CONFIG_MAPPING
 
 from quantmoe.exporter.writing.convert import export
 
@@ -51,9 +52,11 @@ MODELS: dict[str, dict[str, Any]] = {
 def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:] or MODELS:
-        make_checkpoint(folder / "checkpoint", name, **BRIEF | MODELS[name])
-        export(folder / "checkpoint", folder / name, quantize="int8")
-        shutil.rmtree(folder / "checkpoint")
+        sizes, checkpoint = BRIEF | MODELS[name], folder / f"checkpoint-{name}"
+        same = CONFIG_MAPPING[name].attribute_map  # other names of the configuration, which tiny models also have
+        make_checkpoint(checkpoint, name, **sizes | {other: sizes[own] for other, own in same.items() if own in sizes})
+        export(checkpoint, folder / name, quantize="int8")
+        shutil.rmtree(checkpoint)
 
 
 if __name__ == "__main__":
