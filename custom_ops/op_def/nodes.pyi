@@ -107,6 +107,14 @@ class Hadamard(Spec):
     size: int  # a power of two that divides features
 
 @dataclass(frozen=True, kw_only=True)
+class HyperConnection(Spec):
+    op_version: int = ...
+    num_streams: int
+    hidden_size: int
+    iterations: int  # of Sinkhorn and Knopp's algorithm
+    epsilon: float
+
+@dataclass(frozen=True, kw_only=True)
 class MoERouter(Spec):
     op_version: int = ...
     hidden_size: int

@@ -18,7 +18,7 @@ from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.graph import standard_attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of
-from quantmoe.exporter.graph.modules import latent
+from quantmoe.exporter.graph.modules import hyper_connections, latent
 from quantmoe.exporter.graph.modules.attention import (
     MASKLESS,
     PROJECTIONS,
@@ -142,6 +142,7 @@ def put_nodes(skeleton: Skeleton, chosen: Choice, attends: Attention, target: Ta
         for path in skeleton.linear_attention:
             for joined, parts in linear_attention.WHOLES.items():
                 skeleton.join(path, parts, joined)
+    hyper_connections.replace(model, target.refusal)
     every = chosen.shared.values()
     replace_routers(model, target, {shared.router: (shared.count, int(bool(shared.gate))) for shared in every})
     for shared in every:

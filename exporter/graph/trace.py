@@ -35,7 +35,7 @@ from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.encoder import is_encoder
 from quantmoe.exporter.graph.lowering.paged import refusal as unpaged
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, quiet
-from quantmoe.exporter.graph.modules import hyper_connections, indexer, latent, token_windows
+from quantmoe.exporter.graph.modules import indexer, latent, token_windows
 from quantmoe.exporter.graph.modules.attention import (
     GROUPED,
     RecognisedAttention,
@@ -399,4 +399,4 @@ def keeping(placeholders: set[str]) -> Any:
     return patch_attributes([(onnxscript.optimizer, "optimize_ir", lambda _: optimize), ONLY_THEIR_OPERATOR])
 
 
-exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX | hyper_connections.ONNX | token_windows.ONNX
+exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX | selective_scan.ONNX | token_windows.ONNX

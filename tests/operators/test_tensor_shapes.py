@@ -28,7 +28,7 @@ from quantmoe.custom_ops.op import (
     Spec,
 )
 from quantmoe.custom_ops.op_def import tensor_shapes
-from quantmoe.custom_ops.op_def.nodes import Hadamard
+from quantmoe.custom_ops.op_def.nodes import Hadamard, HyperConnection
 from quantmoe.custom_ops.op_def.schema import schema
 from quantmoe.custom_ops.op_def.tensor_shapes import output_shapes
 
@@ -132,6 +132,11 @@ NODES: list[tuple[Spec, list[list[int] | None], list[list[int]]]] = [
         [[3, 5, 1, 6], [3, 1, 14, 8]],
     ),
     (Hadamard(features=96, size=32), [[2, 3, 96]], [[2, 3, 96]]),
+    (
+        HyperConnection(num_streams=3, hidden_size=8, iterations=2, epsilon=0.0),
+        [[2, 5, 3, 8], [2, 5, 15], [15], [3]],
+        [[2, 5, 8], [2, 5, 3], [2, 5, 3, 3]],
+    ),
     (conv_spec(40), [[2, 3, 40], [40, 4], [40], [2, 40, 3], [2, 3]], [[2, 3, 40], [2, 40, 3]]),
     (
         replace(conv_spec(40, state_window=2), x_size=61, x_offset=20),

@@ -21,6 +21,8 @@ from support.operators import native_kernels as native
 from support.operators.arithmetic import PLANES, Span, assert_within, exactly, quant_linear, quant_moe
 from support.operators.attention import CACHES, inputs, selecting
 from support.operators.attention import check as check_attention
+from support.operators.hyper_connection import assert_near
+from support.operators.hyper_connection import inputs as connection_inputs
 from support.operators.indexer import check as check_indexer
 from support.operators.indexer import inputs as indexer_inputs
 from support.operators.linear_attention import (
@@ -49,6 +51,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import IndexerSpec, enum
+from quantmoe.custom_ops.op_def.nodes import HyperConnection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 KERNELS = [name for name, usable in native.kernels().items() if usable]
@@ -550,6 +553,23 @@ def state_space(draw: Draw) -> Node:
     return Node("StateSpace", f"{spec}, rows {rows}, S {tokens}, decay {decay}, {a.xbc.dtype}", check)
 
 
+def connecting(draw: Draw) -> Node:
+    spec = HyperConnection(
+        num_streams=draw.one_of(4, draw.int(1, 16)),
+        hidden_size=draw.one_of(256, draw.int(1, 600)),
+        iterations=draw.one_of(20, draw.int(1, 9)),
+        epsilon=draw.one_of(1e-6, 1e-3, 1.0),
+    )
+    tokens, spread = (draw.int(0, 3), draw.int(0, 30)), draw.one_of(1.0, 10.0, 1e3, 1e-10)
+    a = connection_inputs(spec, tokens, draw.one_of(*TYPES), spread, draw.int(0, 1 << 30))
+    lanes = draw.int(2, 40)
+
+    def check() -> None:
+        assert_near(on_all_kernels(lambda n: native.run(spec, *a.tensors, lanes=n, buffer=dirty), lanes), a)
+
+    return Node("HyperConnection", f"{spec}, tokens {tokens}, spread {spread}, {a.streams.dtype}", check)
+
+
 def draw_rows(draw: Draw) -> tuple[int, list[list[int]]]:
     """New tokens, and rows of an operator with a state."""
     tokens, rows = draw.one_of(1, 1, draw.int(0, 12), draw.int(0, 90)), []
@@ -607,9 +627,12 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
     assert (first.view(bits)[np.isnan(first)] == quiet).all(), "a NaN that is not the quiet one"
 
 
+OTHERS = (routing, attending, indexing, convolving, recurring, state_space, connecting)
+
+
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(*[moe] * 6, *[dense] * 3, routing, attending, indexing, convolving, recurring, state_space)(draw)
+    return draw.one_of(*[moe] * 6, *[dense] * 3, *OTHERS)(draw)
 
 
 def main() -> None:

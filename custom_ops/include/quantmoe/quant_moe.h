@@ -124,6 +124,7 @@ QM_API int qm_validate(const char* op, const void* node, const qm_shape* packed,
 // - CausalConv: a lane takes 2 (W + 1) KiB, with W its width.
 // - GatedDelta and StateSpace: a lane takes `4 (K V + 32 (4 K + 2 V + 16))` bytes, 167 KB for K = V = 128. K and V are
 //   rounded up to 16. A token of StateSpace adds 4 H P bytes.
+// - HyperConnection: a lane takes 8 bytes for each feature.
 // - SparseIndexer: 4 bytes for each slot and group of at most 128 tokens, 16 MB or one token's if that is more. A lane
 //   adds `4 (R (D + 272) + 32 D + 2048)` bytes, R being max(128, num_heads).
 QM_API size_t qm_workspace(const char* op, const void* node, const qm_call*);

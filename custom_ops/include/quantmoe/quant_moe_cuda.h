@@ -102,6 +102,7 @@ typedef struct {
 //   counts as the next multiple of 16.
 // - CausalConv: an even number of channels, even x_size and x_offset, width 2 to 4.
 // - GatedDelta: head sizes 64 and 128.
+// - HyperConnection: up to 5 streams, a hidden_size that is a multiple of 8.
 // - StateSpace: a state_size of 64, 128 or 256, a head_size that is a multiple of 32, a norm_size up to 16384.
 // - Ranks: the plan is empty.
 QM_API int qm_cuda_plan_node(const char* op, const void* node, const qm_cuda_call*, const qm_cuda_device*,

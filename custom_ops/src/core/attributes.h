@@ -64,8 +64,8 @@ struct RoutingLimits {
 };
 int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* err);
 
-// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, Hadamard, AllReduce,
-// AllReduceAddRMSNorm, AllGather, ReduceScatter.
+// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, StateSpace, Hadamard, HyperConnection,
+// AllReduce, AllReduceAddRMSNorm, AllGather, ReduceScatter.
 int check_attention(const qm_attention& attention, char* err);
 constexpr int32_t kMaxConvWidth = 128;
 int check_conv(const qm_conv& conv, char* err);
@@ -79,6 +79,8 @@ int check_delta(const qm_delta& delta, char* err);
 int check_space(const qm_space& space, char* err);
 int check_indexer(const qm_indexer& indexer, char* err);
 int check_hadamard(const qm_hadamard& node, char* err);
+constexpr int32_t kMaxStreams = 16;
+int check_hyper_connection(const qm_hyper_connection& node, char* err);
 // Refuses a block that is no power of two, or does not divide so many features.
 int check_rotation(const char* name, int32_t size, const char* of, int32_t features, char* err);
 // Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and

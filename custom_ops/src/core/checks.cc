@@ -151,6 +151,14 @@ int check_hadamard(const qm_hadamard& node, char* err) {
   return check_rotation("size", node.size, "features", node.features, err);
 }
 
+int check_hyper_connection(const qm_hyper_connection& node, char* err) {
+  QM_TRY(check_node("HyperConnection", &node, err));
+  QM_TRY(check_range("num_streams", node.num_streams, 1, kMaxStreams, err));
+  QM_TRY(check_range("hidden_size", node.hidden_size, 1, 1 << 24, err));
+  QM_TRY(check_range("iterations", node.iterations, 1, 1 << 10, err));
+  return check_not_negative("epsilon", node.epsilon, err);
+}
+
 int check_conv(const qm_conv& conv, char* err) {
   QM_TRY(check_node("CausalConv", &conv, err));
   QM_TRY(check_range("channels", conv.channels, 1, 1 << 24, err));

@@ -1,96 +1,97 @@
-"""Hyper-connections whose mixing matrix has rows and columns of sum 1 (DeepSeek-V4, GLM-5-Next).
+"""Manifold-constrained hyper-connections -> HyperConnection, recognised by what they compute.
 
-Rows and columns are divided by their sums in turn, 20 times in published models. Traced, these are 40 operations of
-each connection. ONNX' Loop has one round as its body.
+DeepSeek-V4 and GLM-5.3-Flash have them. In standard nodes, dividing the mixing matrix by sums of its rows and columns
+takes 114 nodes of each connection. Hunyuan 4 has no mixing matrix, and Qwen4-Exp has gates of features. Their
+connections stay standard nodes.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import copy
+import json
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import numpy as np
-import onnx_ir as ir
 import torch
-from onnx.defs import OpSchema
-from onnxscript.values import Op, Opset
+
+from quantmoe.custom_ops import torch_op  # noqa: F401
+from quantmoe.custom_ops.op_def.nodes import HyperConnection
+from quantmoe.exporter.graph.modules.attention import (
+    FAILURES,
+    Unlike,
+    drawing,
+    judged,
+    line,
+    near_all,
+    once_a_kind,
+    randomise,
+)
+
+PARAMETERS = {"fn", "base", "scale"}
+#: sums of a projection in f32 in another order, and 40 quotients of what they make
+_TOLERANCE = 1e-4
 
 
-def attach(model: torch.nn.Module) -> None:
-    """Make all rounds but the first one a Loop."""
-    for module in model.modules():
-        own: Any = module
-        if hasattr(module, "hc_sinkhorn_iters"):
-            own.rounds, own.hc_sinkhorn_iters = own.hc_sinkhorn_iters - 1, 1
-            own.forward = MethodType(_forward, module)
+def replace(model: torch.nn.Module, refusal: Callable[[HyperConnection], str]) -> dict[str, HyperConnection]:
+    """Make every hyper-connection with a mixing matrix a HyperConnection after its projection.
+
+    Args:
+        refusal: why the target has no such node, "" if it has. Without it, a module stays standard nodes.
+
+    Returns:
+        What was found, by module name.
+    """
+    compare = once_a_kind(_compare)
+
+    def judge(module: Any) -> HyperConnection:
+        spec: HyperConnection = compare(module)
+        if reason := refusal(spec):
+            raise Unlike(reason)
+        return spec
+
+    found, _ = judged(((name, module) for name, module in model.named_modules() if _looks_like_one(module)), judge)
+    for name, spec in found.items():
+        module: Any = model.get_submodule(name)
+        module.attributes = json.dumps(spec.attributes())
+        module.forward = MethodType(_forward, module)
+    return found
+
+
+def _looks_like_one(module: torch.nn.Module) -> bool:
+    return set(module._parameters) == PARAMETERS and hasattr(module, "hc_sinkhorn_iters")
+
+
+def _compare(module: Any) -> HyperConnection:
+    """Return the node of a module; raise Unlike where the module gives something else on random streams."""
+    draw = drawing()
+    try:
+        spec = HyperConnection(
+            num_streams=module.hc_mult,
+            hidden_size=module.fn.shape[1] // module.hc_mult,
+            iterations=module.hc_sinkhorn_iters,
+            epsilon=module.hc_eps,
+        )
+        probe = copy.deepcopy(module, {id(module.fn): module.fn})
+        randomise(probe, draw)
+        probe.fn.data /= probe.fn.shape[1] ** 0.5
+        probe.attributes = json.dumps(spec.attributes())
+        for spread in (1.0, 10.0):
+            probe.scale.data.copy_(spread * draw(3))
+            streams = draw(2, 5, spec.num_streams, spec.hidden_size)
+            with torch.no_grad():
+                want, made = probe(streams), _forward(probe, streams)
+            if not near_all(made, [t.numpy() for t in want], _TOLERANCE):
+                raise Unlike("it computes something else than HyperConnection")
+    except FAILURES as error:
+        raise Unlike(f"its forward does not run alone: {line(error)}") from None
+    return spec
 
 
 def _forward(self: Any, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    post, mix, collapsed = type(self).forward(self, hidden_streams)
-    return post, torch.ops.quantmoe.balance(mix, self.rounds, self.hc_eps), collapsed
-
-
-@torch.library.custom_op("quantmoe::balance", mutates_args=())
-def balance(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
-    """Return matrices [.., N, N] whose rows, then columns, were divided by their sums plus eps so many times."""
-    mix = mix.clone()
-    for _ in range(rounds):
-        for axis in (-1, -2):
-            mix = mix / (mix.sum(axis, keepdim=True) + eps)
-    return mix
-
-
-@balance.register_fake
-def _fake(mix: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
-    return torch.empty_like(mix)
-
-
-@cache
-def _loop() -> Op:
-    """Return ONNX' Loop of one carried tensor, as onnxscript calls it."""
-    types = {"rounds": "tensor(int64)", "condition": "tensor(bool)", "mix": "tensor(float)"}
-    own = OpSchema(
-        "Loop",
-        "",
-        16,
-        inputs=[OpSchema.FormalParameter(name, type_) for name, type_ in types.items()],
-        outputs=[OpSchema.FormalParameter("balanced", "tensor(float)")],
-        attributes=[OpSchema.Attribute("body", OpSchema.AttrType.GRAPH, "")],
+    normed = self.input_norm(hidden_streams.flatten(2).float())
+    mixes = torch.nn.functional.linear(normed, self.fn.float())
+    collapsed, post, comb = torch.ops.quantmoe.hyper_connection(
+        hidden_streams, mixes, self.base.float(), self.scale.float(), self.attributes
     )
-    return Op(Opset("", 18), "Loop", own)
-
-
-def _body(eps: float) -> ir.Graph:
-    """Return one round: inputs are its number, a condition and the matrices."""
-    kinds = {"round": ir.DataType.INT64, "condition": ir.DataType.BOOL, "mix": ir.DataType.FLOAT}
-    given = [ir.Value(name=f"balance_{name}", type=ir.TensorType(kind)) for name, kind in kinds.items()]
-    given[0].shape = given[1].shape = ir.Shape([])
-    nodes: list[ir.Node] = []
-
-    def node(op: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        nodes.append(ir.node(op, list(inputs), attributes))
-        made = nodes[-1].outputs[0]
-        made.name = f"balance_{op.lower()}_{len(nodes)}"
-        return made
-
-    small, mix = node("Constant", value=ir.tensor(np.float32(eps))), given[2]
-    for axis in (-1, -2):
-        axes = node("Constant", value=ir.tensor(np.array([axis])))
-        mix = node("Div", mix, node("Add", node("ReduceSum", mix, axes, keepdims=1), small))
-    mix.type = ir.TensorType(ir.DataType.FLOAT)
-    go_on = node("Identity", given[1])
-    go_on.type, go_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
-    return ir.Graph(given, [go_on, mix], nodes=nodes, name="balance")
-
-
-def onnx_balance(mix: Any, rounds: int, eps: float) -> Any:
-    """Return the entry of the exporter's translation table for ``balance``."""
-    from onnxscript.onnx_opset import opset18 as op
-
-    always = op.Constant(value=ir.tensor(np.ones((), bool)))
-    return _loop()(op.Constant(value_int=rounds), always, mix, body=_body(eps))
-
-
-#: for the exporter's translation table
-ONNX = {torch.ops.quantmoe.balance.default: onnx_balance}
+    return post, comb, collapsed

@@ -11,7 +11,7 @@ from support.cuda.ort import TYPES, constants
 
 import quantmoe
 
-OPERATORS = 48  # a type each
+OPERATORS = 50  # a type each
 
 
 def test_operators(driver):
@@ -37,6 +37,9 @@ def test_operators(driver):
             op = driver.op(dtype, name=name)
             types = [driver.lib.driver_type(op, i) for i in (at, at + 1, -1)]
             assert types == [TYPES.get(state, TYPES[dtype]), TYPES["i32"], TYPES[dtype]]
+    for dtype in ("f16", "bf16"):
+        op = driver.op(dtype, "f32", "f32", "f32", name="HyperConnection")
+        assert [driver.lib.driver_type(op, i) for i in (1, 3, -1)] == [1, 1, TYPES[dtype]]
     for dtype in ("f16", "bf16"):
         for ids in ("i32", "i64"):
             op = driver.op(dtype, ids)

@@ -1,4 +1,4 @@
-"""QuantLinear, MoERouting, MoERouter, AddRMSNorm and TokenRows in the TensorRT plug-in."""
+"""QuantLinear, MoERouting, MoERouter, AddRMSNorm, HyperConnection and TokenRows in the TensorRT plug-in."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.cuda import cuda_kernels as cuda
 from support.cuda.built import UNIT
 from support.cuda.layers import BASE, build_linear
 from support.cuda.plugin_layers import (
+    CONNECTION,
     DEVICES,
     LINEAR,
     LINEAR_WORDS,
@@ -19,6 +20,7 @@ from support.cuda.plugin_layers import (
     ROUTER,
     ROUTING,
     TOKEN_ROWS,
+    connection_tensors,
     linear_tensors,
     norm_tensors,
     router_tensors,
@@ -114,6 +116,31 @@ def test_norm_shapes(others):
         ({"residual": (5, 64)}, "residual has shape [5, 64], expected [3, 5, 64]"),
     ):
         assert made.call("configure", norm_tensors(**change)) != 0
+        assert message in others.log()
+
+
+def test_connection_shapes(others):
+    others.select("HyperConnection")
+    made = others.create(attributes_of(CONNECTION))
+    for dtype in TYPES:
+        supported = [made.call("supports", connection_tensors(dtype=dtype), at) for at in range(7)]
+        assert all(supported) == (dtype in ("f16", "bf16"))
+    others.log()
+    assert made.outputs(connection_tensors()) == [("bf16", (2, 3, 64)), ("f32", (2, 3, 4)), ("f32", (2, 3, 4, 4))]
+    assert made.call("configure", connection_tensors()) == 0, others.log()
+    assert made.call("workspace", connection_tensors()) == 0
+    for change, message in (
+        ({"streams": (2, 3, 5, 64)}, "streams has shape [2, 3, 5, 64], expected [2, 3, 4, 64]"),
+        ({"mixes": (2, 3, 25)}, "mixes has shape [2, 3, 25], expected [2, 3, 24]"),
+        ({"scale": (2,)}, "scale has shape [2], expected [3]"),
+    ):
+        assert made.call("configure", connection_tensors(**change)) != 0
+        assert message in others.log()
+    for change, message in (
+        ({"num_streams": 6}, "num_streams is 6, the CUDA kernel takes up to 5"),
+        ({"hidden_size": 60}, "hidden_size is 60, the CUDA kernel takes multiples of 8"),
+    ):
+        assert others.create(attributes_of(replace(CONNECTION, **change))) is None
         assert message in others.log()
 
 

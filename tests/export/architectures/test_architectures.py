@@ -339,6 +339,8 @@ SELECTING = (
 )
 #: of these, types whose indexer is a node
 INDEXERS = {*SELECTING} - {"doge"}
+#: types whose hyper-connections are nodes, two a layer
+CONNECTED = ("deepseek_v4", "glm5_next")
 #: types that onnxruntime-genai does not run -> what it needs. Of SELECTING, Doge alone caches no keys of an indexer.
 NOT_GENAI = dict.fromkeys(({*SELECTING} - {"doge"}) | {"kimi_linear"}, "keys and values of one size") | {
     **dict.fromkeys(INDEXERS, "layers without an indexer"),
@@ -532,6 +534,7 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     if model_type != OF_OTHERS:
         check_attention(model_type, folder)
     nodes = Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
+    assert nodes["HyperConnection"] == (8 if model_type in CONNECTED else 0)
     indexes = model_type.partition(" ")[0] in INDEXERS and model_type != OF_OTHERS
     assert (nodes["SparseIndexer"] > 0) == indexes
     assert len(inspect(folder)["indexers"]) == nodes["SparseIndexer"]

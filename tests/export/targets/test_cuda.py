@@ -32,8 +32,10 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
 )
+from quantmoe.custom_ops.op_def import nodes
 from quantmoe.custom_ops.ops.causal_conv import causal_conv
 from quantmoe.custom_ops.ops.gated_delta import gated_delta
+from quantmoe.custom_ops.ops.hyper_connection import hyper_connection
 from quantmoe.custom_ops.ops.sparse_indexer import sparse_indexer
 from quantmoe.custom_ops.reference import add_norm, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
@@ -140,9 +142,18 @@ class TokenRows(OpRun):
         return token_rows(mask, ids.shape[1], past_key.shape[2], int(num_logits[0]))
 
 
+class HyperConnection(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, streams, *others, **attributes):
+        spec = nodes.HyperConnection.from_attributes(attributes)
+        collapsed, *weights = hyper_connection(spec, streams, *others)
+        return collapsed.astype(streams.dtype), *(array.astype(np.float32) for array in weights)
+
+
 OPERATORS = [
     *(QuantMoE, QuantLinear, MoERouting, CachedAttention, CausalConv, GatedDelta),
-    *(MoERouter, AddRMSNorm, TokenRows, SparseIndexer),
+    *(MoERouter, AddRMSNorm, TokenRows, SparseIndexer, HyperConnection),
 ]
 
 
@@ -529,6 +540,9 @@ def test_a_gate_that_is_clamped_before_silu(tmp_path, model_type):
     readers = [node for node in graph if node.op_type == "CachedAttention" and len(node.inputs) > 13]
     assert readers
     assert {node.inputs[13].producer().op_type for node in readers} == {"SparseIndexer"}
+    connections = Counter(node.op_type for node in graph)["HyperConnection"]
+    assert connections == (0 if model_type == "hy_v4" else 8)
+    assert not any(value.type == ir.AttributeType.GRAPH for node in graph for value in node.attributes.values())
     for node in graph:
         if node.op_type == "CausalConv":  # exponentials are sums in f32, and so is their state
             assert {node.inputs[0].dtype, node.outputs[0].dtype} == {node.inputs[3].dtype}

@@ -22,6 +22,7 @@ from support.operators.specs import (
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RowsSpec, inputs, outputs
+from quantmoe.custom_ops.op_def.nodes import HyperConnection
 from quantmoe.custom_ops.op_def.schema import schema
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
@@ -71,6 +72,7 @@ LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
 ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
 TOKEN_ROWS = RowsSpec()
+CONNECTION = HyperConnection(num_streams=4, hidden_size=64, iterations=20, epsilon=2.0**-20)
 
 
 # numbers that f32 has
@@ -130,6 +132,13 @@ def router_tensors(rows=(4,), dtype="bf16", **changes):
 
 def norm_tensors(x=(3, 5, 64), residual=(3, 5, 64), weight=(64,), dtype="bf16"):
     return [tensor(dtype, dims) for dims in (x, residual, weight, x, x)]
+
+
+def connection_tensors(rows=(2, 3), dtype="bf16", **changes):
+    dims = {"streams": (*rows, 4, 64), "mixes": (*rows, 24), "base": (24,), "scale": (3,)}
+    dims |= {"collapsed": (*rows, 64), "post": (*rows, 4), "comb": (*rows, 4, 4)}
+    types = (dtype, "f32", "f32", "f32", dtype, "f32", "f32")
+    return [tensor(t, d) for t, d in zip(types, (dims | changes).values(), strict=True)]
 
 
 def rows_tensors(past=(2, 4, 8, 64), ids=(2, 1), mask=(2, 8), types=("f16", "i64", "i64", "i32", "i64"), more=()):

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from quantmoe.exporter.graph.architectures.extended_cache import deepseek_v4_nodes
 from quantmoe.exporter.graph.architectures.extended_cache.deepseek_v4_nodes import KIND as KIND
 from quantmoe.exporter.graph.architectures.extended_cache.indexed import chosen, placed
-from quantmoe.exporter.graph.modules import hyper_connections, token_windows
+from quantmoe.exporter.graph.modules import token_windows
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 #: parts of published names -> parts that transformers' renamings do not take for a norm of attention
@@ -27,7 +27,6 @@ NAMES = {"model.norm.": "norm."}
 
 def prepare(model: PreTrainedModel) -> None:
     """Give attention a cache like other models' and a number of selected keys that no length changes."""
-    hyper_connections.attach(model)
     for module in model.modules():
         if isinstance(module, v4.DeepseekV4Model):
             module.forward = MethodType(_model, module)  # type: ignore[method-assign]

@@ -17,14 +17,13 @@ from transformers.models.glm5_next import modeling_glm5_next as glm5
 
 from quantmoe.custom_ops.op import IndexerSpec
 from quantmoe.exporter.graph.architectures.extended_cache.indexed import PackedCache, by_slot, chosen, placed
-from quantmoe.exporter.graph.modules import hyper_connections, pooled_keys, token_windows
+from quantmoe.exporter.graph.modules import pooled_keys, token_windows
 from quantmoe.exporter.graph.modules.attention import Called, Given, Unlike, drawing, probe_of
 from quantmoe.exporter.graph.standard_attention import grouped_attention
 
 
 def prepare(model: PreTrainedModel) -> None:
     """Give attention a mask like other models', and a number of selected pools that no length changes."""
-    hyper_connections.attach(model)
     linear = [module for module in model.modules() if isinstance(module, glm5.Glm5NextTextLinearAttention)]
     for module in model.modules():
         if isinstance(module, glm5.Glm5NextTextModel):
