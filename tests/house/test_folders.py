@@ -13,6 +13,7 @@ REASONS = {
     "custom_ops/ops": "the table of operators, found by name: one .def each",
     "docs/guides": "one page for each task, in the order of the site's menu",
     "docs/lab": "one page for each subject that is measured",
+    "exporter/reading/formats": "one file for each tool whose checkpoints are read",
     "packages/java/src/main/java/quantmoe": "the folder is the name of Java's package",
     "packages/nuget/src/QuantMoe": "the folder is the name of C#'s project",
     "tests/fixtures/gguf_architectures": "one file for each architecture of llama.cpp",

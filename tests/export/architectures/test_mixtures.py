@@ -100,10 +100,10 @@ def test_what_transformers_has_no_language_model_for(checkpoint, tmp_path):
         source,
         tmp_path / "c",
         lambda format: ((name, format.ckpt.tensor(name)) for name in format.ckpt.names()),
-        lambda c: c | {"model_type": "qwen3_omni_moe_talker_text"},
+        lambda c: c | {"model_type": "qwen3_omni_moe_talker_code_predictor"},
     )
     with pytest.raises(
-        CheckpointError, match=r"not a causal language model of .*: qwen3_omni_moe_talker_text"
+        CheckpointError, match=r"not a causal language model of .*: qwen3_omni_moe_talker_code_predictor"
     ) as caught:
         export(folder, tmp_path / "o")
     assert len(str(caught.value)) < 300
