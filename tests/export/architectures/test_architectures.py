@@ -458,8 +458,10 @@ def planned_export(checkpoint: Path, output: Path, **options: Any) -> None:
 
 
 def errors(model_type: str, quantize: str, folder: Path, **sizes: Any) -> dict[str, float]:
-    """Of the logits of a prompt, of the tokens after it and of padded prompts, from transformers' with the same weights
-    in float32, by the largest."""
+    """Return the largest error of logits, over the largest logit: of a prompt, of tokens after it, of padded prompts.
+
+    The others are transformers' in float32, with the same weights.
+    """
     make_checkpoint(folder / "checkpoint", model_type, **sizes)
     planned_export(folder / "checkpoint", folder / "onnx", quantize=quantize, activations="float", cache="f32")
     if quantize == "none":

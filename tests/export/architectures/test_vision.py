@@ -158,6 +158,26 @@ def empty(decoder: ort.InferenceSession) -> dict[str, np.ndarray]:
     return {i.name: np.zeros([d if isinstance(d, int) else int(d == "batch_size") for d in i.shape], "f") for i in past}
 
 
+def check_decoder(
+    decoder: ort.InferenceSession,
+    embedded: np.ndarray,
+    positions: torch.Tensor,
+    whole: torch.Tensor,
+    *,
+    ends: Sequence[int],
+) -> None:
+    """Compare the logits of runs, each from the end of the one before, with those of the whole text."""
+    feed, begin = empty(decoder), 0
+    for end in ends:
+        feed |= {"inputs_embeds": embedded[:, begin:end], "position_ids": positions[..., begin:end].numpy(),
+                 "attention_mask": np.ones((1, end), np.int64)}  # fmt: skip
+        logits, *present = decoder.run(None, feed)
+        names = [o.name.replace("present", "past_key_values") for o in decoder.get_outputs()[1:]]
+        feed |= dict(zip(names, present, strict=True))
+        assert difference(logits, whole[:, begin:end]) < BOUND
+        begin = end
+
+
 def difference(found: np.ndarray, want: torch.Tensor) -> float:
     """Relative to the largest."""
     assert found.shape == tuple(want.shape)
@@ -198,14 +218,7 @@ def test_each_file_equals_transformers(folder, model, tokenizer, sizes):
     assert not torch.equal(positions[0], positions[2])
     whole = model(ids, pixel_values=pixels, image_grid_thw=torch.from_numpy(grids), mm_token_type_ids=kinds).logits
     count, half = ids.shape[1], ids.shape[1] // 2  # the border of two runs is within an image's tokens
-    feed = empty(decoder)
-    for begin, end in ((0, half), (half, count)):
-        feed |= {"inputs_embeds": embedded[:, begin:end], "position_ids": positions[..., begin:end].numpy(),
-                 "attention_mask": np.ones((1, end), np.int64)}  # fmt: skip
-        logits, *present = decoder.run(None, feed)
-        names = [o.name.replace("present", "past_key_values") for o in decoder.get_outputs()[1:]]
-        feed |= dict(zip(names, present, strict=True))
-        assert difference(logits, whole[:, begin:end]) < BOUND
+    check_decoder(decoder, embedded, positions, whole, ends=(half, count))
 
 
 def test_text_alone_needs_no_features(folder, model, tokenizer):

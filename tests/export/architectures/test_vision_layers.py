@@ -16,8 +16,8 @@ from export.architectures.test_vision import (
     PATCH,
     PROCESSOR,
     SPECIAL,
+    check_decoder,
     difference,
-    empty,
     patches,
     picture,
     prompt,
@@ -116,15 +116,7 @@ def test_the_three_files_equal_transformers(folder, source, model):
     positions, _ = model.model.get_rope_index(ids, kinds, torch.from_numpy(grids))
     whole = model(ids, pixel_values=pixels, image_grid_thw=torch.from_numpy(grids), mm_token_type_ids=kinds).logits
     count, half = ids.shape[1], ids.shape[1] // 2
-    feed, begin = empty(decoder), 0
-    for end in (half, count - 2, count - 1, count):
-        feed |= {"inputs_embeds": embedded[:, begin:end], "position_ids": positions[..., begin:end].numpy(),
-                 "attention_mask": np.ones((1, end), np.int64)}  # fmt: skip
-        logits, *present = decoder.run(None, feed)
-        names = [o.name.replace("present", "past_key_values") for o in decoder.get_outputs()[1:]]
-        feed |= dict(zip(names, present, strict=True))
-        assert difference(logits, whole[:, begin:end]) < BOUND
-        begin = end
+    check_decoder(decoder, embedded, positions, whole, ends=(half, count - 2, count - 1, count))
 
 
 @torch.no_grad()
